@@ -1,0 +1,91 @@
+"""Rules about the sampler: guidance, sizes, and which steps may be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from relax_sdk.preflight.situation import Rule, Situation, call_adapter
+from relax_sdk.protocols import SamplingConfig
+
+__all__ = ["RULES"]
+
+
+def guidance_is_off(situation: Situation) -> Iterator[str]:
+    """Replay is one conditional forward."""
+    if situation.sampling.guidance_scale != 1.0:
+        yield (
+            f"{situation.given_sampling('guidance_scale')}: expected 1.0; replay runs one conditional forward, and "
+            "guided samples would train a policy that never sampled"
+        )
+
+
+def steps_are_trained(situation: Situation) -> Iterator[str]:
+    """At least one step must be an SDE step."""
+    if not situation.sampling.trainable_steps():
+        last = situation.sampling.num_inference_steps - 2
+        yield (
+            "no SDE step is configured, so no step can be trained: give --sampling-config sde_indices, or "
+            f"num_sde_steps with sde_timestep_fraction, e.g. '{{\"sde_indices\": {_example(last)}}}'"
+        )
+
+
+def first_step_is_singular(situation: Situation) -> Iterator[str]:
+    """Under ``sde`` the diffusion coefficient eta * sqrt(sigma / (1 - sigma)) has no value at sigma = 1."""
+    sampling = situation.sampling
+    if sampling.sde_type == "sde" and 0 in sampling.trainable_steps():
+        yield (
+            f"{_origin(situation, 0)}: step 0 could be trained, whose noise is singular under sde_type 'sde' "
+            f"(sigma = 1); {_cure(sampling, 0)}, or use sde_type 'dance'"
+        )
+
+
+def last_step_is_not_trained(situation: Situation) -> Iterator[str]:
+    """At the last step sigma' is 0 and tau tiny: the log-probability is dominated by rounding."""
+    sampling = situation.sampling
+    last = sampling.num_inference_steps - 1
+    if last in sampling.trainable_steps():
+        yield (
+            f"{_origin(situation, last)}: the last step, {last} of 0..{last}, could be trained, where sigma ends at 0 "
+            f"and the log-probability is rounding noise; {_cure(sampling, last)}"
+        )
+
+
+def _origin(situation: Situation, step: int) -> str:
+    """Which key makes a step trainable, and where that key was given."""
+    sampling = situation.sampling
+    if step in (sampling.sde_indices or ()):
+        return situation.given_sampling("sde_indices")
+    if sampling.sde_pool is not None and sampling.sde_resample_per_rollout:
+        return situation.given_sampling("sde_pool")
+    return situation.given_sampling("sde_timestep_fraction")
+
+
+def _cure(sampling: SamplingConfig, step: int) -> str:
+    steps = sampling.num_inference_steps
+    if steps < 3:
+        return "use 3 or more num_inference_steps"
+    if sampling.sde_pool is not None or sampling.sde_indices is not None:
+        return f"leave {step} out of sde_indices and sde_pool"
+    return f"leave {step} out, e.g. sde_timestep_fraction [{1.25 / steps:.3f}, {1 - 1.25 / steps:.3f}]"
+
+
+def _example(last: int) -> list[int]:
+    return [step for step in (1, 3, 5) if step <= last] or [1]
+
+
+def family_can_sample(situation: Situation) -> Iterator[str]:
+    """The model family's own rules, e.g. sizes on its grid."""
+    if situation.adapter is not None:
+        # Guidance has a rule of its own above; the family need not repeat it.
+        unguided = situation.sampling.model_copy(update={"guidance_scale": 1.0})
+        for text in call_adapter(situation, "validate_sampling", unguided):
+            yield f"--sampling-config: {text}"
+
+
+RULES: tuple[Rule, ...] = (
+    guidance_is_off,
+    steps_are_trained,
+    first_step_is_singular,
+    last_step_is_not_trained,
+    family_can_sample,
+)

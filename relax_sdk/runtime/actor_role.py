@@ -1,0 +1,204 @@
+"""The Ray role that trains: one FSDP2 rank of the actor."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from relax_sdk.errors import RelaxError, TrainingError, WeightSyncError
+from relax_sdk.protocols import SyncReport, TrainRow
+from relax_sdk.registry import ModelSpec, WeightSyncSpec
+from relax_sdk.rollout import read_sidecar
+from relax_sdk.runtime.calls import wait_all
+from relax_sdk.runtime.rows import RowQueue
+from relax_sdk.training import TORCH_DTYPES, Trainer, TrainerSettings, TrainGroup
+from relax_sdk.weight_sync import WireWeights
+
+__all__ = ["ActorRole", "SyncPlan"]
+
+
+class SyncPlan:
+    """How this run's weights travel.
+
+    Args:
+        spec: the weight sync.
+        mode: ``"full"`` or ``"adapter"``.
+        wire_dtype: ``"bf16"`` or ``"fp32"``.
+        bucket_size_mb: size of a bucket.
+        target_modules: what LoRA wraps, for adapter syncs.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: WeightSyncSpec,
+        mode: str,
+        wire_dtype: str,
+        bucket_size_mb: int,
+        target_modules: Sequence[str],
+    ) -> None:
+        self.spec = spec
+        self.mode = mode
+        self.wire_dtype = wire_dtype
+        self.bucket_size_mb = bucket_size_mb
+        self.target_modules = tuple(target_modules)
+
+
+class ActorRole:
+    """Runs inside a Ray actor, one per rank.
+
+    Args:
+        rank, world: position in the actor group.
+        model: the model family.
+        settings: the trainer's.
+        sync: how weights travel.
+        run_name: the run's rows in TransferQueue.
+        timeout_s: of every collective and engine call.
+        threads: CPU threads of this process.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world: int,
+        model: ModelSpec,
+        settings: TrainerSettings,
+        sync: SyncPlan,
+        run_name: str,
+        timeout_s: float,
+        threads: int,
+    ) -> None:
+        torch.set_num_threads(threads)
+        self._rank, self._world = rank, world
+        self._settings, self._sync = settings, sync
+        self._run_name, self._timeout_s = run_name, timeout_s
+        self._adapter = model.load()()
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._trainer: Trainer | None = None
+        self._rows: RowQueue | None = None
+
+    def master_address(self) -> str:
+        """``tcp://host:port`` on this rank's node, for the process group; asked of rank 0 only."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return f"tcp://{ray.util.get_node_ip_address()}:{port}"
+
+    def start(self, address: str) -> None:
+        """Join the process group and load the model."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        dist.init_process_group(
+            "nccl" if self._device.type == "cuda" else "gloo",
+            init_method=address,
+            rank=self._rank,
+            world_size=self._world,
+            timeout=datetime.timedelta(seconds=self._timeout_s),
+        )
+        self._trainer = Trainer(self._adapter, self._settings, device=self._device)
+
+    def attach_rows(self) -> None:
+        """Attach to the run's TransferQueue."""
+        self._rows = RowQueue(self._run_name, start=False)
+
+    def update(self, rollout_id: int, groups: int, candidates: int) -> dict[str, float]:
+        """Take the rollout's rows, read its sidecars, train; metrics as `Trainer.update`."""
+        trainer, rows = self._ready()
+        taken = rows.take(rollout_id, groups=groups, candidates=candidates)
+        return trainer.update(
+            [
+                self._group(taken[start : start + candidates], trainer.policy_version)
+                for start in range(0, len(taken), candidates)
+            ]
+        )
+
+    def sync(self, engines: Sequence[Any], policy_version: int) -> SyncReport:
+        """Send the weights to every engine; rank 0 talks, every rank joins the gathers.
+
+        Raises:
+            WeightSyncError: on every rank, when rank 0's transaction failed; the policy version stays.
+        """
+        trainer, _ = self._ready()
+        lora = self._settings.lora
+        weights = WireWeights(
+            trainer.module,
+            mode=self._sync.mode,
+            dtype=TORCH_DTYPES[self._sync.wire_dtype],
+            name_map=self._adapter.weight_name_map(),
+            lora_rank=lora.rank,
+            lora_alpha=float(lora.alpha or lora.rank),
+        )
+        if self._rank == 0:
+            outcome = self._transact(weights, engines, policy_version)
+        else:
+            for _ in weights:
+                pass
+            outcome = None
+        box: list[Any] = [outcome]
+        dist.broadcast_object_list(box, src=0)
+        if isinstance(box[0], RelaxError):
+            raise box[0]
+        trainer.policy_version = policy_version
+        report: SyncReport = box[0]
+        return report
+
+    def _transact(
+        self, weights: WireWeights, engines: Sequence[Any], policy_version: int
+    ) -> SyncReport | WeightSyncError:
+        def call(method: str, *args: Any) -> list[Any]:
+            shared = [ray.put(arg) for arg in args]
+            return wait_all(
+                [engine.call_engine.remote(method, *shared) for engine in engines],
+                what=f"weight sync ({method})",
+                names=[f"rollout engine {index}" for index in range(len(engines))],
+                timeout_s=self._timeout_s,
+            )
+
+        lora = self._settings.lora
+        adapter: dict[str, object] | None = None
+        if self._sync.mode == "adapter":
+            adapter = {
+                "rank": lora.rank,
+                "alpha": float(lora.alpha or lora.rank),
+                "target_modules": list(self._sync.target_modules),
+            }
+        sync_class: Any = self._sync.spec.load()
+        try:
+            report: SyncReport = sync_class(bucket_size_mb=self._sync.bucket_size_mb).run(
+                iter(weights), call, manifest=weights.manifest, policy_version=policy_version, adapter=adapter
+            )
+        except WeightSyncError as error:
+            return error
+        return report
+
+    def _group(self, rows: Sequence[TrainRow], policy_version: int) -> TrainGroup:
+        """Read a group's sidecar and pair it with its rows' advantages."""
+        trajectory = read_sidecar(Path(rows[0].sidecar))
+        where = f"sidecar {rows[0].sidecar}"
+        if {row.sidecar for row in rows} != {rows[0].sidecar} or trajectory.group_index != rows[0].group_index:
+            raise TrainingError("rows of one group point at different sidecars", where=where)
+        if trajectory.rollout_id != rows[0].rollout_id:
+            raise TrainingError(f"sidecar of rollout {trajectory.rollout_id}, rows of {rows[0].rollout_id}", where=where)
+        if trajectory.sample_indices.tolist() != [row.slot for row in rows]:
+            raise TrainingError("sidecar and rows disagree about the candidates", where=where)
+        versions = {trajectory.policy_version, policy_version, *(row.policy_version for row in rows)}
+        if len(versions) != 1:
+            raise TrainingError(
+                f"rollout of policy version {trajectory.policy_version}, actor at {policy_version}", where=where
+            )
+        return TrainGroup(
+            trajectory=trajectory, advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float64)
+        )
+
+    def _ready(self) -> tuple[Trainer, RowQueue]:
+        if self._trainer is None or self._rows is None:
+            raise TrainingError("the rank was used before start and attach_rows")
+        return self._trainer, self._rows

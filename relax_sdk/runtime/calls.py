@@ -1,0 +1,52 @@
+"""Waiting for Ray calls: with a timeout, first failure first, and the project's own errors unwrapped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from relax_sdk.errors import RelaxError, RunError
+
+__all__ = ["wait_all"]
+
+
+def wait_all(refs: Sequence[ray.ObjectRef], *, what: str, names: Sequence[str], timeout_s: float) -> list[Any]:
+    """Results in order; the first call that fails ends the wait, while the others may still hang on it.
+
+    Args:
+        refs: the calls.
+        what: the operation, for messages, e.g. ``"update"``.
+        names: the role behind each call.
+        timeout_s: for all of them together.
+
+    Raises:
+        RelaxError: a role's own error, as it was raised there.
+        RunError: a role died, failed otherwise, or did not answer in time; the role is named.
+    """
+    deadline = time.monotonic() + timeout_s
+    results: dict[Any, Any] = {}
+    name_of = dict(zip(refs, names, strict=True))
+    pending = list(refs)
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
+        if not done:
+            waiting = ", ".join(name_of[ref] for ref in pending)
+            raise RunError(f"{what} did not finish within {timeout_s:.0f} s", where=f"waiting for {waiting}")
+        try:
+            results[done[0]] = ray.get(done[0], timeout=timeout_s)
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, RelaxError):
+                raise cause from None
+            raise RunError(
+                f"{what} failed: {type(cause).__name__}: {cause}", where=name_of[done[0]]
+            ) from error
+        except RayActorError as error:
+            raise RunError(f"{name_of[done[0]]} died during {what}", where=str(error).splitlines()[0]) from error
+        except GetTimeoutError as error:
+            raise RunError(f"the result of {what} did not arrive", where=name_of[done[0]]) from error
+    return [results[ref] for ref in refs]

@@ -1,0 +1,194 @@
+"""The run: open the cluster, evaluate, step, evaluate, and leave a folder that tells what happened."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TypeVar
+
+from relax_sdk.config import RunConfig
+from relax_sdk.data import PromptSampler, load_prompts
+from relax_sdk.errors import ConfigError
+from relax_sdk.files import write_text_atomically
+from relax_sdk.metrics import MetricsLogger, open_run_metrics, plot_curve
+from relax_sdk.registry import Registry
+from relax_sdk.rewards import RewardManager
+from relax_sdk.rollout import RolloutDriver
+from relax_sdk.runtime.cluster import Cluster, open_cluster
+from relax_sdk.runtime.evaluation import Evaluation, Evaluator
+from relax_sdk.runtime.observer import Observer, SilentObserver
+from relax_sdk.runtime.samples import draw_samples
+from relax_sdk.runtime.step import StepContext, run_step
+
+__all__ = ["TrainResult", "train"]
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What a finished run leaves.
+
+    Attributes:
+        run_dir: the run's folder.
+        rollouts: how many were trained.
+        policy_version: of the final weights.
+        evaluations: every held-out pass, the baseline first; empty without ``--eval-prompt-data``.
+    """
+
+    run_dir: Path
+    rollouts: int
+    policy_version: int
+    evaluations: tuple[Evaluation, ...]
+
+
+def train(config: RunConfig, *, registry: Registry, observer: Observer | None = None) -> TrainResult:
+    """Run the whole training.
+
+    Args:
+        config: resolved and checked by preflight.
+        registry: looks up the plug-ins.
+        observer: told about progress.
+
+    Raises:
+        RelaxError: whatever went wrong; by then every role has been stopped.
+        KeyboardInterrupt: likewise.
+    """
+    watcher = observer or SilentObserver()
+    prompts = load_prompts(_required(config.rollout.prompt_data, "--prompt-data"), task=config.model.generation_task)
+    held_out = config.rollout.eval_prompt_data
+    held_out_prompts = load_prompts(held_out[1], task=config.model.generation_task) if held_out else ()
+    scheduler_config = _scheduler_config(config)
+    run_dir = _new_run_dir(config)
+    write_text_atomically(run_dir / "recipe.json", json.dumps(config.to_recipe(), indent=2) + "\n")
+    watcher.line(f"run folder: {run_dir}")
+    with (
+        open_run_metrics(
+            run_dir,
+            num_rollout=config.run.num_rollout,
+            use_tensorboard=config.run.use_tensorboard,
+            write_line=watcher.line,
+        ) as metrics,
+        open_cluster(config, registry, on_phase=lambda text: watcher.phase(text, 0, 0)) as cluster,
+    ):
+        sampler = PromptSampler(prompts, batch_size=_batch_size(config), seed=config.run.rollout_seed)
+        context = _context(config, cluster, sampler, watcher, scheduler_config)
+        evaluator = None
+        if held_out:
+            evaluator = Evaluator(
+                name=held_out[0],
+                prompts=held_out_prompts,
+                samples_per_prompt=config.rollout.n_samples_per_eval_prompt,
+                driver=context.driver,
+                rewards=context.rewards,
+            )
+        evaluations = _rounds(context, evaluator, metrics, watcher)
+    _pictures(run_dir, config, evaluator, evaluations, watcher)
+    return TrainResult(
+        run_dir=run_dir,
+        rollouts=config.run.num_rollout,
+        policy_version=config.run.num_rollout,
+        evaluations=tuple(evaluations),
+    )
+
+
+def _rounds(
+    context: StepContext, evaluator: Evaluator | None, metrics: MetricsLogger, watcher: Observer
+) -> list[Evaluation]:
+    """Every rollout, with an evaluation before the first, at each interval, and after the last."""
+    config = context.config
+    total, interval = config.run.num_rollout, config.rollout.eval_interval
+    evaluations: list[Evaluation] = []
+
+    def evaluate(step: int) -> None:
+        if evaluator is None:
+            return
+        evaluation = evaluator.run(step, step, phase=watcher.phase)
+        evaluations.append(evaluation)
+        metrics.log(step, evaluation.metrics)
+
+    evaluate(0)
+    for rollout_id in range(total):
+        # The policy version counts the committed syncs, one per rollout.
+        record = run_step(context, rollout_id, policy_version=rollout_id)
+        step = rollout_id + 1
+        metrics.log(step, record)
+        if step == total or (interval is not None and step % interval == 0):
+            evaluate(step)
+    return evaluations
+
+
+def _context(
+    config: RunConfig, cluster: Cluster, prompts: PromptSampler, watcher: Observer, scheduler_config: dict[str, object]
+) -> StepContext:
+    driver = RolloutDriver(
+        adapter=cluster.adapter,
+        sampling=config.sampling.sampling_config,
+        scheduler_config=scheduler_config,
+        fleet=cluster.fleet,
+        artifact_root=config.artifact_root,
+        task=config.model.generation_task,
+        generation_seed=config.sampling.generation_seed,
+        wave_size=config.rollout.rollout_wave_size,
+        retention=config.artifact.retention_rollouts,
+    )
+    rewards = RewardManager(
+        cluster.fleet,
+        required_components=tuple(config.reward.required_components or cluster.fleet.components),
+        component_weights=config.reward.component_weights or {},
+    )
+    return StepContext(
+        config=config, prompts=prompts, driver=driver, rewards=rewards, cluster=cluster, phase=watcher.phase
+    )
+
+
+def _pictures(
+    run_dir: Path,
+    config: RunConfig,
+    evaluator: Evaluator | None,
+    evaluations: list[Evaluation],
+    watcher: Observer,
+) -> None:
+    """``curve.png``, and ``samples.png`` when there are held-out images from before and after."""
+    plot_curve(run_dir / "metrics.jsonl", run_dir / "curve.png")
+    watcher.line(f"curve: {run_dir / 'curve.png'}")
+    if evaluator is None or len(evaluations) < 2 or not evaluations[0].images:
+        return
+    draw_samples(
+        run_dir / "samples.png",
+        prompts=[prompt.prompt for prompt in evaluator.prompts],
+        before=evaluations[0].images,
+        after=evaluations[-1].images,
+        title=f"Held-out prompts before and after {config.run.num_rollout} rollouts (same noise, ODE sampler)",
+    )
+    watcher.line(f"samples before and after: {run_dir / 'samples.png'}")
+
+
+def _scheduler_config(config: RunConfig) -> dict[str, object]:
+    path = Path(_required(config.model.model_path, "--model-path")) / "scheduler" / "scheduler_config.json"
+    try:
+        loaded: dict[str, object] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the noise schedule: {error}", where=str(path)) from error
+    return loaded
+
+
+def _new_run_dir(config: RunConfig) -> Path:
+    """Create the run's folder; one that already holds a run is refused, so that no run overwrites another."""
+    if (config.run_dir / "recipe.json").exists():
+        raise ConfigError(
+            f"{str(config.run_dir)!r} already holds a run", where="--run-dir", expected="a new or an empty folder"
+        )
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    return config.run_dir
+
+
+def _batch_size(config: RunConfig) -> int:
+    return _required(config.rollout.rollout_batch_size, "--rollout-batch-size")
+
+
+def _required(value: _T | None, flag: str) -> _T:
+    if value is None:
+        raise ConfigError("a value is missing", where=flag, next_step="relax-sdk preflight")
+    return value

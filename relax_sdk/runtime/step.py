@@ -1,0 +1,78 @@
+"""One training step, in the eight lines of the design: roll out, score, advantages, rows, update, sync, record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from relax_sdk.config import RunConfig
+from relax_sdk.data import PromptSampler
+from relax_sdk.rewards import RewardManager
+from relax_sdk.rollout import RolloutDriver, image_statistics
+from relax_sdk.runtime.cluster import Cluster
+from relax_sdk.runtime.scoring import combined_advantages, reward_statistics, train_rows
+from relax_sdk.runtime.timer import PhaseTimer
+
+__all__ = ["StepContext", "run_step"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepContext:
+    """What a step works with; the same for the whole run."""
+
+    config: RunConfig
+    prompts: PromptSampler
+    driver: RolloutDriver
+    rewards: RewardManager
+    cluster: Cluster
+    phase: Callable[[str, int, int], None]
+
+
+def run_step(context: StepContext, rollout_id: int, policy_version: int) -> dict[str, float]:
+    """Roll out, train and sync once.
+
+    Args:
+        context: the run.
+        rollout_id: the round, counted from 0.
+        policy_version: of the weights that actor and engines hold now; both hold the next one on return.
+
+    Returns:
+        The step's metrics by name.
+    """
+    config, actor, queue = context.config, context.cluster.actor, context.cluster.rows
+    timer = PhaseTimer(context.phase, f"rollout {rollout_id + 1}")
+    prompts = context.prompts.batch(rollout_id)
+    with timer("rollout"):
+        batch = context.driver.rollout(
+            prompts,
+            rollout_id=rollout_id,
+            samples_per_prompt=config.group_size,
+            policy_version=policy_version,
+            progress=timer.progress,
+        )
+    with timer("reward"):
+        rewards = context.rewards.score(batch.reward_batch(), group_size=config.group_size)
+    scores, weights = rewards.scores, config.reward.component_weights or {}
+    advantages = combined_advantages(scores, weights, group_size=config.group_size, std_mode=config.std_mode)
+    with timer("train"):
+        queue.put(train_rows(batch, scores, advantages))
+        metrics = actor.update(rollout_id, groups=len(prompts), candidates=config.group_size)
+        queue.clear(rollout_id, groups=len(prompts), candidates=config.group_size)
+    with timer("sync"):
+        report = actor.sync(context.cluster.fleet.workers, policy_version + 1)
+    metrics |= reward_statistics(scores, advantages, weights, group_size=config.group_size)
+    metrics |= rewards.metrics()
+    images = torch.cat([group.media["image"] for group in batch.groups if "image" in group.media])
+    metrics |= {f"image/{name}_mean": value for name, value in image_statistics(images).items()}
+    metrics |= timer.metrics()
+    metrics |= {
+        "train/policy_version": float(report.policy_version),
+        "train/weight_sync_tensors": float(report.manifest.tensors),
+        "train/weight_sync_gb": report.manifest.bytes / 1e9,
+        "data/truncated_prompts": float(batch.truncated_prompts()),
+        "perf/train_samples_per_s": len(advantages) / timer.seconds["train"],
+        "perf/train_transitions_per_s": len(advantages) * len(batch.sde_indices) / timer.seconds["train"],
+    }
+    return metrics

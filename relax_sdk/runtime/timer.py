@@ -1,0 +1,37 @@
+"""Wall-clock time of the phases of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+__all__ = ["PhaseTimer"]
+
+
+class PhaseTimer:
+    """Times the phases of one step and announces them."""
+
+    def __init__(self, phase: Callable[[str, int, int], None], title: str) -> None:
+        self._phase, self._title = phase, title
+        self._name, self._started = "", time.perf_counter()
+        self._begin = self._started
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, name: str) -> PhaseTimer:
+        self._name = name
+        self._phase(f"{self._title}: {name}", 0, 0)
+        return self
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds[self._name] = time.perf_counter() - self._started
+
+    def progress(self, done: int, total: int) -> None:
+        self._phase(f"{self._title}: {self._name}", done, total)
+
+    def metrics(self) -> dict[str, float]:
+        """``perf/<phase>_time`` in seconds, and ``perf/step_time``."""
+        step = time.perf_counter() - self._begin
+        return {f"perf/{name}_time": value for name, value in self.seconds.items()} | {"perf/step_time": step}

@@ -1,0 +1,21 @@
+"""Training: sharding, optimizer, micro-batch plan, replay, and the policy update of one rank."""
+
+from relax_sdk.training.optimizer import build_optimizer, lr_at_step
+from relax_sdk.training.plan import MicroBatch, plan_updates
+from relax_sdk.training.replay import replay_cells
+from relax_sdk.training.sharding import TORCH_DTYPES, prepare_module, trainable_parameters
+from relax_sdk.training.trainer import Trainer, TrainerSettings, TrainGroup
+
+__all__ = [
+    "TORCH_DTYPES",
+    "MicroBatch",
+    "TrainGroup",
+    "Trainer",
+    "TrainerSettings",
+    "build_optimizer",
+    "lr_at_step",
+    "plan_updates",
+    "prepare_module",
+    "replay_cells",
+    "trainable_parameters",
+]

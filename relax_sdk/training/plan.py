@@ -1,0 +1,67 @@
+"""How a rollout's candidates become micro-batches and disjoint updates, identically on every rank.
+
+Every rank walks the groups in the same order, so the FSDP collectives of all ranks form one sequence. Within a
+group rank r takes the candidates ``[r::world]`` when the world size divides K, else every rank replays the whole
+group (correct, but redundant).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from relax_sdk.errors import TrainingError
+
+__all__ = ["MicroBatch", "plan_updates"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """Candidates of one group that go through the transformer together.
+
+    Attributes:
+        group: position of the group in the rollout.
+        slots: positions of the candidates within the group.
+    """
+
+    group: int
+    slots: tuple[int, ...]
+
+
+def plan_updates(
+    *, groups: int, candidates: int, rank: int, world: int, micro_batch_size: int, num_updates: int
+) -> list[list[MicroBatch]]:
+    """Split a rank's share into ``num_updates`` disjoint updates of equal sample counts.
+
+    A share is cut into chunks of ``micro_batch_size`` only when that divides it: uneven chunks would change the
+    weight of each mean, and the chunk sizes of the ranks.
+
+    Args:
+        groups: prompt groups P of the rollout.
+        candidates: candidates K of each group.
+        rank: this rank.
+        world: ranks in all.
+        micro_batch_size: the largest number of candidates in one forward.
+        num_updates: ``--num-updates-per-batch``.
+
+    Returns:
+        For each update its micro-batches, in order.
+
+    Raises:
+        TrainingError: the updates cannot be equal, or a micro-batch would lie across two of them.
+    """
+    share = tuple(range(rank, candidates, world)) if candidates % world == 0 else tuple(range(candidates))
+    size = micro_batch_size if len(share) % micro_batch_size == 0 else len(share)
+    chunks = [
+        MicroBatch(group=group, slots=share[start : start + size])
+        for group in range(groups)
+        for start in range(0, len(share), size)
+    ]
+    if len(chunks) % num_updates:
+        raise TrainingError(
+            f"{groups} groups x {len(share)} candidates per rank in micro-batches of {size} make {len(chunks)} "
+            f"micro-batches, which {num_updates} equal updates cannot share without cutting one",
+            where="--num-updates-per-batch",
+            expected=f"a divisor of {len(chunks)}",
+        )
+    per_update = len(chunks) // num_updates
+    return [chunks[start : start + per_update] for start in range(0, len(chunks), per_update)]

@@ -1,0 +1,85 @@
+"""LoRA as both the trainer and the embedded engine put it into a transformer, and its names on the wire.
+
+On the wire an adapter tensor is ``<module>.lora_A.weight`` or ``<module>.lora_B.weight``; inside a peft-wrapped
+module it is ``<module>.lora_A.default.weight``. Sampling and training add B A x times alpha / rank to the wrapped
+layer, Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from relax_sdk.errors import ConfigError
+
+__all__ = ["ADAPTER_NAME", "inject_lora", "is_lora_name", "merge_delta", "to_peft_name", "to_wire_name"]
+
+ADAPTER_NAME = "default"
+_PEFT_LORA = re.compile(r"\.lora_(A|B)\.default\.weight$")
+_WIRE_LORA = re.compile(r"\.lora_(A|B)\.weight$")
+
+
+def inject_lora(
+    module: nn.Module, *, rank: int, alpha: float, target_modules: Sequence[str], seed: int = 0
+) -> list[str]:
+    """Wrap the target layers in place; A is initialised from ``seed``, B is zero, everything else is frozen.
+
+    Args:
+        module: the transformer.
+        rank: r.
+        alpha: the update is scaled by alpha / r.
+        target_modules: suffixes of module names.
+        seed: makes A the same on every rank, without touching the global generator.
+
+    Returns:
+        The names of the wrapped modules, in module order.
+
+    Raises:
+        ConfigError: a suffix matches no module: such an adapter would be bound to nothing.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names = [name for name, _ in module.named_modules()]
+    for suffix in target_modules:
+        if not any(name == suffix or name.endswith("." + suffix) for name in names):
+            linear = sorted({name.split(".", 2)[-1] for name, part in module.named_modules() if isinstance(part, nn.Linear)})
+            raise ConfigError(
+                f"LoRA target {suffix!r} matches no module of {type(module).__name__}",
+                where="--lora-target-modules",
+                expected="suffixes of its linear layers, e.g. " + ", ".join(linear[:8]),
+            )
+    module.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(
+            LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=list(target_modules)),
+            module,
+            adapter_name=ADAPTER_NAME,
+        )
+    wrapped = [name.removesuffix(".lora_A") for name, _ in module.named_modules() if name.endswith(".lora_A")]
+    if not wrapped:
+        raise ConfigError(f"LoRA wrapped no layer of {type(module).__name__}", where="--lora-target-modules")
+    return wrapped
+
+
+def is_lora_name(name: str) -> bool:
+    """Whether a peft parameter name is an adapter tensor."""
+    return _PEFT_LORA.search(name) is not None
+
+
+def to_wire_name(peft_name: str) -> str:
+    """``...to_q.lora_A.default.weight`` -> ``...to_q.lora_A.weight``."""
+    return _PEFT_LORA.sub(r".lora_\1.weight", peft_name)
+
+
+def to_peft_name(wire_name: str) -> str | None:
+    """The inverse of `to_wire_name`; None when the name is not an adapter tensor's."""
+    return _WIRE_LORA.sub(r".lora_\1.default.weight", wire_name) if _WIRE_LORA.search(wire_name) else None
+
+
+def merge_delta(lora_a: Tensor, lora_b: Tensor, *, rank: int, alpha: float) -> Tensor:
+    """The weight update alpha / r * B A, float32: [out, r] x [r, in] -> [out, in]."""
+    return (lora_b.float() @ lora_a.float()) * (alpha / rank)

@@ -1,0 +1,58 @@
+"""Two gloo ranks in two processes against one rank in this one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+from tiny_training import make_trainer, tiny_groups, two_rank_entry, weights
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found; one spawn serves all tests of this file."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    context = multiprocessing.spawn(two_rank_entry, args=(str(folder),), nprocs=2, join=False)
+    if not context.join(timeout=120) and not context.join(timeout=5):
+        for process in context.processes:
+            process.kill()
+        pytest.fail("the ranks did not finish within 120 s")
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("scenario", ["full", "lora", "redundant"])
+def test_two_ranks_train_like_one(two_ranks: list[dict[str, Any]], scenario: str) -> None:
+    """``redundant``: three candidates, which two ranks cannot share."""
+    candidates, mode = (3, "full") if scenario == "redundant" else (4, scenario)
+    one = make_trainer(mode=mode, micro=1, updates=2)
+    metrics = one.update(tiny_groups(4, candidates))
+    first, second = (results[scenario] for results in two_ranks)
+    assert first["metrics"] == second["metrics"]
+    for name, tensor in weights(one.module).items():
+        assert torch.equal(first["weights"][name], second["weights"][name])
+        gap = (first["weights"][name] - tensor).norm() / tensor.norm().clamp_min(1e-3)
+        assert gap.item() < 1e-4, name
+    for name, value in metrics.items():
+        if name == "train/num_microbatches":
+            assert first["metrics"][name] == (value if scenario == "redundant" else value / 2)
+        elif name != "train/logp_parity_max":
+            assert first["metrics"][name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+    assert first["metrics"]["train/first_update_ratio_max_deviation"] == 0.0
+    replayed = 4 * candidates * 2
+    assert first["replayed"] == second["replayed"] == (replayed if scenario == "redundant" else replayed // 2)
+
+
+def test_ranks_with_different_counts_raise_instead_of_hanging(two_ranks: list[dict[str, Any]]) -> None:
+    for rank, results in enumerate(two_ranks):
+        assert "micro-batches" in results["misaligned"]
+        assert f"rank {rank} has {8 if rank == 0 else 7}" in results["misaligned"]
+
+
+def test_a_poisoned_candidate_stops_every_rank(two_ranks: list[dict[str, Any]]) -> None:
+    """Only one rank replays it; the other must not wait for a collective that never comes."""
+    for results in two_ranks:
+        assert results["poisoned"].startswith("TrainingError")
+        assert "group 3" in results["poisoned"]
