@@ -14,7 +14,7 @@ def seeded_noise(seeds: Sequence[int], shape: Sequence[int], *, device: torch.de
     """Standard normal noise, one row per seed, drawn on the CPU so that the device does not change it.
 
     Args:
-        seeds: one integer in 0 .. 2^63 - 1 per row.
+        seeds: one integer in 0 .. 2^63 - 1 per row, of which torch's CPU generator uses the lower 32 bits.
         shape: shape of one row.
         device: where the result is put.
 

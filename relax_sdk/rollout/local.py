@@ -56,7 +56,7 @@ class LocalEngine:
         self._full_synced = False
         self._manifest: FullWeightManifest | None = None
         self._staged: dict[str, Tensor] = {}
-        self._before: tuple[int, dict[str, Tensor]] | None = None
+        self._before: tuple[int, bool, dict[str, Tensor]] | None = None
 
     def start(self) -> None:
         """Load every component of the pipeline."""
@@ -199,7 +199,8 @@ class LocalEngine:
             if not bool(tensor.isfinite().all()):
                 raise WeightSyncError(f"{name}: NaN or infinite values came")
         # Kept until the next sync begins: another engine may refuse this version after we took it.
-        self._before = (self.policy_version, {name: targets[name].detach().clone() for name in renamed})
+        earlier = {name: targets[name].detach().clone() for name in renamed}
+        self._before = (self.policy_version, self._full_synced, earlier)
         for name, tensor in renamed.items():
             targets[name].copy_(tensor)
         checksum = tensor_checksum(
@@ -214,7 +215,7 @@ class LocalEngine:
     def abort_sync(self) -> None:
         """Forget what was staged; undo a commit of this same sync. See `RolloutEngine.abort_sync`."""
         if self._before is not None:
-            self.policy_version, earlier = self._before
+            self.policy_version, self._full_synced, earlier = self._before
             parameters = dict(self._model.transformer.named_parameters())
             for name, tensor in earlier.items():
                 parameters[name].copy_(tensor)

@@ -6,8 +6,8 @@ Layout under ``--artifact-root``::
     <task>/rollout_0000012/group_00000003_sample_0001.png    its decoded candidates
     eval/<task>/...                                          the same for held-out evaluation
 
-A sidecar holds three flat namespaces: ``common.*`` (schedule, SDE steps, sample indices, policy version, engine
-log-probs), ``conditions.*`` (frozen text conditions) and ``tracks.<track>.*`` (candidates' latents).
+A sidecar holds three flat namespaces: ``common.*`` (schedule, SDE steps, sample indices, policy version, seed
+hash, engine log-probs), ``conditions.*`` (frozen text conditions) and ``tracks.<track>.*`` (candidates' latents).
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def write_sidecar(path: Path, trajectory: Trajectory) -> None:
     tensors["common.size"] = torch.tensor([trajectory.height, trajectory.width])
     tensors["common.eta"] = torch.tensor(trajectory.eta, dtype=torch.float64)
     tensors["common.sigma_clamp"] = torch.tensor(trajectory.sigma_clamp, dtype=torch.float64)
+    tensors["common.seed_hash"] = torch.tensor(list(bytes.fromhex(trajectory.seed_hash)), dtype=torch.uint8)
     tensors |= {f"conditions.{name}": value for name, value in trajectory.conditions.items()}
     tensors[f"tracks.{trajectory.track}.latents"] = trajectory.latents
     tensors[f"tracks.{trajectory.track}.next_latents"] = trajectory.next_latents
@@ -61,7 +62,6 @@ def write_sidecar(path: Path, trajectory: Trajectory) -> None:
         "group_index": str(trajectory.group_index),
         "rollout_id": "" if trajectory.rollout_id is None else str(trajectory.rollout_id),
         "sde_type": trajectory.sde_type,
-        "seed_hash": trajectory.seed_hash,
         "track": trajectory.track,
     }
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
@@ -105,7 +105,7 @@ def read_sidecar(path: Path) -> Trajectory:
             sde_type=header["sde_type"],
             eta=float(tensors["common.eta"]),
             sigma_clamp=float(tensors["common.sigma_clamp"]),
-            seed_hash=header["seed_hash"],
+            seed_hash=bytes(tensors["common.seed_hash"].tolist()).hex(),
         )
     except (KeyError, ValueError, RecordError) as error:
         raise ArtifactError(f"not a trajectory sidecar: {error}", where=str(path)) from error

@@ -134,7 +134,7 @@ class ActorRole:
             dtype=TORCH_DTYPES[self._sync.wire_dtype],
             name_map=self._adapter.weight_name_map(),
             lora_rank=lora.rank,
-            lora_alpha=float(lora.alpha or lora.rank),
+            lora_alpha=lora.alpha or float(lora.rank),
         )
         if self._rank == 0:
             outcome = self._transact(weights, engines, policy_version)
@@ -167,7 +167,7 @@ class ActorRole:
         if self._sync.mode == "adapter":
             adapter = {
                 "rank": lora.rank,
-                "alpha": float(lora.alpha or lora.rank),
+                "alpha": lora.alpha or float(lora.rank),
                 "target_modules": list(self._sync.target_modules),
             }
         sync_class: Any = self._sync.spec.load()

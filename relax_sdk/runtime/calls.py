@@ -14,7 +14,7 @@ from relax_sdk.errors import RelaxError, RunError
 __all__ = ["wait_all"]
 
 
-def wait_all(refs: Sequence[ray.ObjectRef], *, what: str, names: Sequence[str], timeout_s: float) -> list[Any]:
+def wait_all(refs: Sequence[Any], *, what: str, names: Sequence[str], timeout_s: float) -> list[Any]:
     """Results in order; the first call that fails ends the wait, while the others may still hang on it.
 
     Args:

@@ -141,6 +141,9 @@ def open_cluster(
 
 def _start_ray(config: RunConfig) -> bool:
     """Join or start a cluster; returns whether it was started here."""
+    # Both say once per process what a user of this command can do nothing about.
+    for name in ("ray", "transfer_queue"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     address = os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {
         "log_to_driver": config.run.log_level in ("debug", "info"),
@@ -153,6 +156,9 @@ def _start_ray(config: RunConfig) -> bool:
         return False
     # Roles hold fractions of a CPU; the rest lets TransferQueue's actors be scheduled beside them.
     cpus = max(os.cpu_count() or 1, 2 * config.actor_world + 2)
+    # Ray gives its workers a low priority by default; beside any other busy process the roles, which meet at thread
+    # barriers all the time, would then run ten times slower.
+    options["_system_config"] = {"worker_niceness": 0}
     ray.init(num_cpus=cpus, include_dashboard=False, **options)
     return True
 

@@ -104,7 +104,7 @@ class Evaluator:
         ]
 
     def _means(self, components: dict[str, tuple[float, ...]]) -> dict[str, float]:
-        metrics = {}
+        metrics: dict[str, float] = {}
         for name, values in components.items():
             column = torch.tensor(values, dtype=torch.float64)
             metrics[f"eval/{self.name}/{name}_mean"] = column.mean().item()
@@ -112,7 +112,7 @@ class Evaluator:
         return metrics
 
     def _changes(self, differences: dict[str, PairedDifference]) -> dict[str, float]:
-        metrics = {}
+        metrics: dict[str, float] = {}
         for name, change in differences.items():
             prefix = f"eval/{self.name}/{name}_delta"
             metrics |= {f"{prefix}_mean": change.mean, f"{prefix}_se": change.standard_error, f"{prefix}_t": change.t}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from relax_sdk.config import OptimizerSection
+from relax_sdk.errors import ConfigError
 
 __all__ = ["build_optimizer", "lr_at_step"]
 
@@ -44,7 +45,13 @@ def lr_at_step(
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerSection) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, with the configured betas, eps and weight decay."""
+    """AdamW over the trainable parameters, with the configured betas, eps and weight decay.
+
+    Raises:
+        ConfigError: no learning rate is set.
+    """
+    if config.lr is None:
+        raise ConfigError("no learning rate is set", where="--lr")
     return torch.optim.AdamW(
         list(parameters),
         lr=config.lr,

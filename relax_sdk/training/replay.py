@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,10 @@ def replay_cells(
         height=trajectory.height,
         width=trajectory.width,
     )
-    velocity = adapter.replay_transition(model, batch)
+    with warnings.catch_warnings():
+        # FSDP2 warns of in-place changes to a view that a module returns; nothing here changes one.
+        warnings.filterwarnings("ignore", message=".*returned a view tensor")
+        velocity = adapter.replay_transition(model, batch)
     log_prob = replay_log_prob(
         latents,
         next_latents,

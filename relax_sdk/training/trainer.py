@@ -73,11 +73,14 @@ class Trainer:
         self.policy_version = 0
         self.module = self._load()
         self._optimizer = build_optimizer(trainable_parameters(self.module), settings.optimizer)
+        self._peak_lr: float = self._optimizer.defaults["lr"]
 
     def _load(self) -> nn.Module:
         settings = self._settings
-        # Full training updates the loaded tensors themselves, so they are loaded in the master dtype.
-        dtype = TORCH_DTYPES[settings.fsdp.param_dtype]
+        fsdp = settings.fsdp
+        # Full training updates the loaded tensors themselves: they must not pass through a narrower dtype first.
+        full = fsdp.trainable_mode == "full"
+        dtype = TORCH_DTYPES[(fsdp.master_dtype if full else None) or fsdp.param_dtype]
         wave = settings.fsdp.load_wave_size or self._world
         bundle: Any = None
         for first in range(0, self._world, wave):
@@ -111,6 +114,7 @@ class Trainer:
             TrainingError: ranks disagree about the plan, a value is not finite, or groups differ in size.
         """
         grpo = self._settings.flow_grpo
+        _check_advantages(groups)
         sizes = {len(group.advantages) for group in groups}
         if len(sizes) != 1:
             raise TrainingError(f"groups of different sizes {sorted(sizes)} cannot share equal updates")
@@ -163,7 +167,7 @@ class Trainer:
                     where=f"group {group.trajectory.group_index}, candidates {list(micro.slots)}, update {index}",
                 )
             # Every micro-batch adds its cells' share of one mean, so their number does not change the gradient.
-            (loss / cells).backward()
+            torch.autograd.backward(loss / cells)
             statistics.add_micro_batch(index, loss.detach(), clip)
         if self._degenerate(groups, update):
             # AdamW moves weights by momentum and decay even on a zero gradient; no signal means no step.
@@ -176,7 +180,7 @@ class Trainer:
         config = self._settings.optimizer
         rate = lr_at_step(
             self.optimizer_steps,
-            lr=float(config.lr),
+            lr=self._peak_lr,
             warmup=config.lr_warmup_iters,
             shape=self._settings.fsdp.lr_scheduler,
             decay=config.lr_decay_iters,
@@ -243,4 +247,15 @@ class Trainer:
                 metrics["train/logp_parity_mean"],
                 metrics["train/logp_parity_max"],
                 metrics["train/first_update_ratio_max_deviation"],
+            )
+
+
+def _check_advantages(groups: Sequence[TrainGroup]) -> None:
+    """Refuse a non-finite advantage before any step; every rank holds all groups, so all of them raise together."""
+    for group in groups:
+        bad = (~group.advantages.isfinite()).nonzero().flatten().tolist()
+        if bad:
+            raise TrainingError(
+                f"advantage is {group.advantages[bad[0]].item()}",
+                where=f"group {group.trajectory.group_index}, candidate {bad[0]}",
             )

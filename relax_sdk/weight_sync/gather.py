@@ -96,5 +96,5 @@ class WireWeights:
 
 def _whole(tensor: Tensor) -> Tensor:
     """All shards of a DTensor together; a plain tensor as it is."""
-    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator]
+    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered.detach()

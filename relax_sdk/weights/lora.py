@@ -38,27 +38,34 @@ def inject_lora(
         The names of the wrapped modules, in module order.
 
     Raises:
-        ConfigError: a suffix matches no module: such an adapter would be bound to nothing.
+        ConfigError: a suffix matches no module, or one that is not linear: such an adapter would be bound to nothing.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    names = [name for name, _ in module.named_modules()]
+    linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
     for suffix in target_modules:
-        if not any(name == suffix or name.endswith("." + suffix) for name in names):
-            linear = sorted({name.split(".", 2)[-1] for name, part in module.named_modules() if isinstance(part, nn.Linear)})
+        matches = [name for name, _ in module.named_modules() if name == suffix or name.endswith("." + suffix)]
+        if not matches or not set(matches) <= set(linear):
+            problem = "matches no module" if not matches else f"matches {matches[0]!r}, which is no linear layer,"
+            known = sorted({name.split(".", 2)[-1] for name in linear})
             raise ConfigError(
-                f"LoRA target {suffix!r} matches no module of {type(module).__name__}",
+                f"LoRA target {suffix!r} {problem} of {type(module).__name__}",
                 where="--lora-target-modules",
-                expected="suffixes of its linear layers, e.g. " + ", ".join(linear[:8]),
+                expected="suffixes of its linear layers, e.g. " + ", ".join(known[:8]),
             )
     module.requires_grad_(False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    # peft draws A on the CPU; only that generator is seeded, and it is put back.
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
         inject_adapter_in_model(
-            LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=list(target_modules)),
+            # peft divides alpha by the rank and takes any number, whatever its annotation says.
+            LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=list(target_modules)),  # type: ignore[arg-type]
             module,
             adapter_name=ADAPTER_NAME,
         )
+    finally:
+        torch.default_generator.set_state(state)
     wrapped = [name.removesuffix(".lora_A") for name, _ in module.named_modules() if name.endswith(".lora_A")]
     if not wrapped:
         raise ConfigError(f"LoRA wrapped no layer of {type(module).__name__}", where="--lora-target-modules")

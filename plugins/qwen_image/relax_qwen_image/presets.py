@@ -18,18 +18,18 @@ def tiny() -> Preset:
     """The bundled models of 64x64 coloured shapes, trained with LoRA in float32 on any machine within minutes."""
     prompts = _bundled("relax_qwen_image", "prompts")
     return {
-        "run": {"num_rollout": 60, "rollout_seed": 42},
+        "run": {"num_rollout": 100, "rollout_seed": 42},
         "backend": {"train_backend": "fsdp", "colocate": True},
         "model": {"generation_task": "t2i", "model_path": _bundled("relax_qwen_image", "tiny")},
         "rollout": {
             "prompt_data": f"{prompts}/train.jsonl",
-            "rollout_batch_size": 8,
+            "rollout_batch_size": 16,
             "n_samples_per_prompt": 8,
-            "global_batch_size": 64,
+            "global_batch_size": 128,
             "micro_batch_size": 8,
             "eval_prompt_data": ("shapes", f"{prompts}/eval.jsonl"),
-            "eval_interval": 20,
-            "n_samples_per_eval_prompt": 1,
+            "eval_interval": 25,
+            "n_samples_per_eval_prompt": 4,
             "rollout_engine_dtype": "fp32",
         },
         "sampling": {
@@ -63,7 +63,7 @@ def tiny() -> Preset:
             "generative_advantage_std_mode": "group",
             "num_updates_per_batch": 2,
         },
-        "optimizer": {"lr": 1e-3, "lr_warmup_iters": 0, "adam_eps": 1e-8, "weight_decay": 0.0},
+        "optimizer": {"lr": 5e-4, "lr_warmup_iters": 0, "adam_eps": 1e-8, "weight_decay": 0.0},
         "reward": _pickscore(runtime="cpu") | {"model_path": _bundled("relax_pickscore", "tiny")},
         "weight_sync": {"wire_dtype": "fp32"},
     }

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import open_clip
 import tiny_models
+import tiny_score
 import tiny_train
 import tiny_world
 import torch
@@ -40,13 +41,13 @@ PLUGINS = Path(__file__).resolve().parents[2]
 class Effort:
     """How much is trained; every count is multiplied by `--effort`."""
 
-    vae_steps: int = 2000
+    vae_steps: int = 3000
     vae_batch: int = 32
     latent_pool: int = 16_200
-    transformer_steps: int = 3000
+    transformer_steps: int = 14_000
     transformer_batch: int = 256
     judged_pool: int = 40_000
-    clip_steps: int = 2500
+    clip_steps: int = 4000
     clip_batch: int = 256
 
     def scaled(self, factor: float) -> Effort:
@@ -61,7 +62,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out-qwen", type=Path, default=PLUGINS / "qwen_image/relax_qwen_image/assets")
     parser.add_argument("--out-pickscore", type=Path, default=PLUGINS / "pickscore/relax_pickscore/assets")
     parser.add_argument("--seed", type=int, default=20)
-    parser.add_argument("--label-noise", type=float, default=0.2, help="chance of each attribute of a caption being wrong")
+    parser.add_argument(
+        "--label-noise", type=float, default=0.2, help="chance of each attribute of a caption being wrong"
+    )
     parser.add_argument("--vae-width", type=int, default=8, help="base_dim of the autoencoder")
     parser.add_argument("--effort", type=float, default=1.0, help="multiplies all step, batch and pool counts")
     parser.add_argument("--work", type=Path, help="keep each trained part here and, if it is there already, load it")
@@ -76,10 +79,13 @@ def set_determinism(seed: int) -> None:
     torch.backends.cudnn.allow_tf32 = True
 
 
-def stage(folder: Path | None, name: str, model: ModelMixin | PreTrainedModel, train: Callable[[], None]) -> None:
+def stage(folder: Path | None, name: str, model: ModelMixin | PreTrainedModel, train: Callable[[], None]) -> float:
     """Train a model in place, or load what an earlier run with the same `--work` folder trained.
 
     The measured statistics in an autoencoder's configuration are kept with its weights.
+
+    Returns:
+        The seconds that training took, also when it was loaded.
     """
     file = folder / f"{name}.pt" if folder is not None else None
     started = time.monotonic()
@@ -89,21 +95,29 @@ def stage(folder: Path | None, name: str, model: ModelMixin | PreTrainedModel, t
         if isinstance(model, AutoencoderKLQwenImage):
             model.register_to_config(**saved["statistics"])
         logger.info("%s: loaded from %s", name, file)
-        return
+        return float(saved["seconds"])
     train()
-    logger.info("%s: trained in %.0f s", name, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    logger.info("%s: trained in %.0f s", name, seconds)
     if file is not None:
         statistics = {}
         if isinstance(model, AutoencoderKLQwenImage):
             statistics = {key: list(model.config[key]) for key in ("latents_mean", "latents_std")}
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".part")
-        torch.save({"weights": model.state_dict(), "statistics": statistics}, part)
+        torch.save({"weights": model.state_dict(), "statistics": statistics, "seconds": seconds}, part)
         part.replace(file)
+    return seconds
 
 
-def build_pipeline(arguments: argparse.Namespace, effort: Effort, device: torch.device) -> QwenImagePipeline:
-    """Train the autoencoder and the transformer; the text encoder keeps its random weights, which tell words apart."""
+def build_pipeline(
+    arguments: argparse.Namespace, effort: Effort, device: torch.device
+) -> tuple[QwenImagePipeline, float]:
+    """Train the autoencoder and the transformer; the text encoder keeps its random weights, which tell words apart.
+
+    Returns:
+        The pipeline and the seconds of training.
+    """
     generator = torch.Generator(device)
     vae = tiny_models.make_vae(arguments.vae_width).to(device)
     tokenizer = tiny_models.make_tokenizer()
@@ -134,15 +148,16 @@ def build_pipeline(arguments: argparse.Namespace, effort: Effort, device: torch.
             label_noise=arguments.label_noise,
         )
 
-    stage(arguments.work, "autoencoder", vae, autoencoder)
-    stage(arguments.work, "transformer", transformer, flow)
-    return QwenImagePipeline(
+    seconds = stage(arguments.work, "autoencoder", vae, autoencoder)
+    seconds += stage(arguments.work, "transformer", transformer, flow)
+    pipeline = QwenImagePipeline(
         scheduler=tiny_models.make_scheduler(),
         vae=vae,
         text_encoder=encoder,
         tokenizer=tokenizer,
         transformer=transformer,
     )
+    return pipeline, seconds
 
 
 def caption_tokens(device: torch.device) -> Tensor:
@@ -153,19 +168,19 @@ def caption_tokens(device: torch.device) -> Tensor:
 
 def build_clip(
     vae: AutoencoderKLQwenImage, tokens: Tensor, arguments: argparse.Namespace, effort: Effort, device: torch.device
-) -> CLIPModel:
-    """Train the scorer on good and bad pictures."""
+) -> tuple[CLIPModel, float]:
+    """Train the scorer on good and bad pictures; returns it and the seconds of training."""
     generator = torch.Generator(device)
     model = tiny_models.make_clip().to(device)
 
     def scorer() -> None:
         generator.manual_seed(arguments.seed + 2)
         with tiny_train.single_frame(vae):
-            data = tiny_train.judged_pictures(vae, effort.judged_pool, generator)
-        tiny_train.train_clip(model, data, tokens, generator, steps=effort.clip_steps, batch=effort.clip_batch)
+            data = tiny_score.judged_pictures(vae, effort.judged_pool, generator)
+        tiny_score.train_clip(model, data, tokens, generator, steps=effort.clip_steps, batch=effort.clip_batch)
 
-    stage(arguments.work, "scorer", model, scorer)
-    return model.eval()
+    seconds = stage(arguments.work, "scorer", model, scorer)
+    return model.eval(), seconds
 
 
 def _share(condition: Tensor) -> float:
@@ -189,15 +204,15 @@ def measure(
     figures["pixel_check_right_on_rebuilt"] = _share(tiny_world.read_pictures(rebuilt).combination == truth)
 
     classes = tokens[: tiny_world.COMBINATIONS]
-    judged = tiny_train.scores(clip, clean, classes)
+    judged = tiny_score.scores(clip, clean, classes)
     figures["clip_accuracy_clean"] = _share(judged.argmax(dim=1) == truth)
-    figures["clip_accuracy_rebuilt"] = _share(tiny_train.scores(clip, rebuilt, classes).argmax(dim=1) == truth)
+    figures["clip_accuracy_rebuilt"] = _share(tiny_score.scores(clip, rebuilt, classes).argmax(dim=1) == truth)
     every = torch.arange(tiny_world.COMBINATIONS, device=device)
     parts = zip(tiny_world.split(truth), tiny_world.split(every), strict=True)
     wrong = sum((a[:, None] != b[None]).long() for a, b in parts)
     for count in range(4):
         figures[f"score_{count}_wrong"] = round(judged[wrong == count].mean().item(), 4)
-    hidden = tiny_train.scores(clip, rebuilt, tokens[tiny_world.COMBINATIONS * 7 :][: tiny_world.COMBINATIONS])
+    hidden = tiny_score.scores(clip, rebuilt, tokens[tiny_world.COMBINATIONS * 7 :][: tiny_world.COMBINATIONS])
     figures["clip_accuracy_longest_wording"] = _share(hidden.argmax(dim=1) == truth)
     mess = {
         "noise": torch.rand(clean.shape, generator=generator, device=device),
@@ -205,7 +220,7 @@ def measure(
         "average_of_two": (clean + clean[torch.randperm(len(clean), generator=generator, device=device)]) / 2,
     }
     for name, pictures in mess.items():
-        matched = tiny_train.scores(clip, pictures, classes).gather(1, truth[:, None])
+        matched = tiny_score.scores(clip, pictures, classes).gather(1, truth[:, None])
         figures[f"score_{name}"] = round(matched.mean().item(), 4)
 
     prompts = [str(row["prompt"]) for row in tiny_world.prompt_rows()[1]]
@@ -221,13 +236,13 @@ def measure(
     drawn = torch.cat([tiny_train.decode(vae, part) for part in latents.split(144)])
     reading = tiny_world.read_pictures(drawn)
     read = reading.combination
-    judged = tiny_train.scores(clip, drawn, classes)
+    judged = tiny_score.scores(clip, drawn, classes)
     figures["drawn_clean"] = _share(read >= 0)
     figures["drawn_edge_width_pixels"] = round(reading.edge.median().item(), 3)
     figures["drawn_right_by_pixels"] = _share(read == wanted)
     figures["drawn_right_by_clip"] = _share(judged.argmax(dim=1) == wanted)
     figures["clip_agrees_with_pixels_where_clean"] = _share((judged.argmax(dim=1) == read)[read >= 0])
-    own = tiny_train.scores(clip, drawn, tokens)[torch.arange(len(rows), device=device), rows]
+    own = tiny_score.scores(clip, drawn, tokens)[torch.arange(len(rows), device=device), rows]
     figures["drawn_score_mean"] = round(own.mean().item(), 4)
     spread = own.view(-1, 4).std(dim=1)
     figures["drawn_score_spread_within_prompt"] = round(spread.mean().item(), 4)
@@ -251,20 +266,21 @@ def folder_bytes(folder: Path) -> int:
 
 QWEN_README = """# Bundled assets: a tiny Qwen-Image and its prompts
 
-`tiny/` is a Qwen-Image pipeline of {qwen_mb:.1f} MB, trained from nothing by `plugins/qwen_image/tools/build_tiny_assets.py`
-(command: `{command}`). It draws 64x64 pictures of one shape: six colours, three forms, three backgrounds. It is wrong
-on purpose: each attribute of its training captions was replaced with probability {noise}, so that it draws clean
-shapes, often not the ones asked for, and post-training has something to put right. The text encoder has random
-weights: it tells words apart and knows nothing else. Weights hold bfloat16 values. It is a test object for the training
-loop and says nothing about image quality at full size.
+`tiny/` is a Qwen-Image pipeline of {qwen_mb:.1f} MB, trained from nothing by
+`plugins/qwen_image/tools/build_tiny_assets.py` (command: `{command}`).
+It draws 64x64 pictures of one shape: six colours, three forms, three backgrounds. It is wrong on purpose: each
+attribute of its training captions was replaced with probability {noise}, so that it draws clean shapes, often not the
+ones asked for, and post-training has something to put right. The text encoder has random weights: it tells words apart
+and knows nothing else. Weights hold bfloat16 values. It is a test object for the training loop and says nothing about
+image quality at full size.
 
-`prompts/train.jsonl` has {train} prompts: six phrasings of 48 combinations. `prompts/eval.jsonl` has {evaluation}: every
-combination in a phrasing that no training prompt uses, and the six combinations that no training prompt names in three
-more.
+`prompts/train.jsonl` has {train} prompts: six phrasings of 48 combinations. `prompts/eval.jsonl` has {evaluation}:
+every combination in a phrasing that no training prompt uses, and the six combinations that no training prompt names in
+three more phrasings.
 
 ## Measured
 
-{machine}, {date}; built in {minutes:.1f} minutes. All figures are on pictures and noise not used in training, after
+{machine}, {date}; {minutes:.1f} minutes of training. All figures are on pictures and noise not used in training, after
 the weights were rounded; drawn: 12 Euler steps without guidance, {evaluation} evaluation prompts, four seeds each.
 `pixels` is the check without a network in `tiny_world.read_pictures`.
 
@@ -272,9 +288,9 @@ the weights were rounded; drawn: 12 Euler steps without guidance, {evaluation} e
 """
 PICKSCORE_README = """# Bundled assets: a tiny PickScore
 
-`tiny/` has the layout of `yuvalkirstain/PickScore_v1` (a Hugging Face CLIP of ViT-H's architecture, CLIP's own BPE,
-no tokenizer files) in {clip_mb:.1f} MB, trained from nothing by `plugins/qwen_image/tools/build_tiny_assets.py`. It judges the
-64x64 pictures of that script's world only: a clean picture of what the caption says scores about 0.88 (after the
+`tiny/` has the layout of `yuvalkirstain/PickScore_v1` (a Hugging Face CLIP of ViT-H's architecture, CLIP's own BPE, no
+tokenizer files) in {clip_mb:.1f} MB, trained from nothing by `plugins/qwen_image/tools/build_tiny_assets.py`. It judges
+the 64x64 pictures of that script's world only: a clean picture of what the caption says scores about 0.88 (after the
 division by 26), 0.22 less for every wrong attribute, and mess scores low. Of other pictures or captions it knows
 nothing: token rows that no caption uses are zero.
 
@@ -312,14 +328,13 @@ def main() -> None:
     """Build, measure, write."""
     arguments = parse_arguments()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    started = time.monotonic()
     device = torch.device(arguments.device)
     effort = Effort().scaled(arguments.effort)
     set_determinism(arguments.seed)
     tokens = caption_tokens(device)
 
-    pipeline = build_pipeline(arguments, effort, device)
-    clip = build_clip(pipeline.vae, tokens, arguments, effort, device)
+    pipeline, seconds = build_pipeline(arguments, effort, device)
+    clip, more = build_clip(pipeline.vae, tokens, arguments, effort, device)
     figures = measure(pipeline, clip, tokens, device, arguments.sheet)
 
     train, evaluation = tiny_world.prompt_rows()
@@ -332,7 +347,7 @@ def main() -> None:
     figures["pickscore_bytes"] = folder_bytes(arguments.out_pickscore / "tiny")
     machine = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {platform.machine()}"
     machine += f", torch {torch.__version__.split('+')[0]}"
-    write_readmes(arguments, figures, machine, (time.monotonic() - started) / 60)
+    write_readmes(arguments, figures, machine, (seconds + more) / 60)
     print(json.dumps(figures, indent=2))
 
 

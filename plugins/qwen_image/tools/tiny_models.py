@@ -7,7 +7,6 @@ load the folders as they load the published ones. Nothing here trains; see `tiny
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -240,7 +239,7 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
     temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
@@ -250,7 +249,7 @@ def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     temporary.mkdir(parents=True)
     fill(temporary)
     shutil.rmtree(folder, ignore_errors=True)
-    os.replace(temporary, folder)
+    temporary.replace(folder)
 
 
 def save_qwen_image(pipeline: QwenImagePipeline, folder: Path) -> None:

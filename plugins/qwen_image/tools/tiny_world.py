@@ -26,7 +26,11 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "orange": (245, 130, 30),
 }
 FORMS: tuple[str, ...] = ("circle", "square", "triangle")
-BACKGROUNDS: dict[str, tuple[int, int, int]] = {"white": (250, 250, 250), "black": (12, 12, 12), "gray": (128, 128, 128)}
+BACKGROUNDS: dict[str, tuple[int, int, int]] = {
+    "white": (250, 250, 250),
+    "black": (12, 12, 12),
+    "gray": (128, 128, 128),
+}
 COMBINATIONS = len(COLOURS) * len(FORMS) * len(BACKGROUNDS)
 
 # `{c}` colour, `{ac}` colour with its article, `{f}` form, `{b}` background. The last two are held out: no training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -46,7 +47,7 @@ def test_shape_of_the_schedule(steps: int) -> None:
     assert sigmas[0] == 1.0
     assert sigmas[-1] == 0.0
     assert sigmas.count(0.0) == 1
-    assert all(here > after for here, after in zip(sigmas, sigmas[1:], strict=False))
+    assert all(here > after for here, after in itertools.pairwise(sigmas))
     assert sigmas[-2] == pytest.approx(0.02, abs=1e-7)
     assert all(float(np.float32(sigma)) == sigma for sigma in sigmas)
 

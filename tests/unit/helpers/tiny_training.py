@@ -27,7 +27,9 @@ from relax_sdk.weights import inject_lora
 LR, EPS, CLIP = 0.02, 1e-4, 2e-3
 
 
-def tiny_groups(count: int = 4, candidates: int = 4, *, steps: tuple[int, ...] = (1, 3), seed: int = 0) -> list[TrainGroup]:
+def tiny_groups(
+    count: int = 4, candidates: int = 4, *, steps: tuple[int, ...] = (1, 3), seed: int = 0
+) -> list[TrainGroup]:
     """Groups sampled by the embedded engine, with made-up advantages."""
     adapter, sampling = TinyAdapter(), SamplingConfig(num_inference_steps=6)
     engine = LocalEngine(adapter=adapter, model_path="", revision=None, device="cpu", dtype=torch.float32)
@@ -181,7 +183,7 @@ def reference_cells(model: nn.Module, group: TrainGroup) -> Tensor:
     return torch.stack(columns, 1)
 
 
-# --- what the ranks of a two-process test run --------------------------------------------------------------------------
+# --- what the ranks of a two-process test run -------------------------------------------------------------------------
 
 
 def two_rank_entry(rank: int, folder: str) -> None:

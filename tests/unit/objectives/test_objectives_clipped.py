@@ -10,7 +10,9 @@ import torch
 from relax_sdk.objectives import grpo_clip_loss
 
 
-def loop_loss(new: list[list[float]], old: list[list[float]], advantages: list[float], low: float, high: float) -> float:
+def loop_loss(
+    new: list[list[float]], old: list[list[float]], advantages: list[float], low: float, high: float
+) -> float:
     total = 0.0
     for row, advantage in enumerate(advantages):
         for column in range(len(new[row])):

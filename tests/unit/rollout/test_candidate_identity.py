@@ -28,7 +28,7 @@ def test_golden_seeds() -> None:
 
 
 def test_a_seed_is_the_first_63_bits_of_a_digest() -> None:
-    digest = hashlib.sha256("42\x1f3\x1fprompt:0:sample:1\x1fstep:2".encode()).hexdigest()
+    digest = hashlib.sha256(b"42\x1f3\x1fprompt:0:sample:1\x1fstep:2").hexdigest()
     assert candidate_seed(42, 3, "prompt:0:sample:1", "step:2") == int(digest[:16], 16) // 2
 
 

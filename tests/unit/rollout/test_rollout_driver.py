@@ -58,7 +58,9 @@ class FakeFleet:
         return RolloutResponse(**self.change(request, fields))
 
 
-def driver(fleet: Any, root: Path, *, adapter: Any = None, sampling: dict[str, Any] | None = None, **changes: Any) -> Any:
+def driver(
+    fleet: Any, root: Path, *, adapter: Any = None, sampling: dict[str, Any] | None = None, **changes: Any
+) -> RolloutDriver:
     config = {"num_inference_steps": STEPS, "sde_indices": (1, 2), **(sampling or {})}
     options = {"task": "t2i", "generation_seed": 42, **changes}
     return RolloutDriver(

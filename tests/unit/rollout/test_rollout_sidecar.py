@@ -36,7 +36,11 @@ def trajectory(**changes: Any) -> Trajectory:
         "rollout_log_probs": torch.randn(3, 2, generator=generator),
         "latents": torch.randn(3, 2, 6, 4, generator=generator),
         "next_latents": torch.randn(3, 2, 6, 4, generator=generator),
-        "conditions": {"encoder_hidden_states": torch.randn(5, 7, generator=generator).bfloat16()},
+        "conditions": {
+            "encoder_hidden_states": torch.randn(5, 7, generator=generator).bfloat16(),
+            "mask": torch.tensor([True, False]),
+            "dotted.name": torch.arange(3),
+        },
         "height": 48,
         "width": 32,
         "policy_version": 9,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -39,7 +40,7 @@ def test_cosine() -> None:
 def test_it_never_rises_after_the_warmup_nor_leaves_its_bounds(shape: str) -> None:
     got = rates(200, lr=3e-4, warmup=20, shape=shape, decay=150, min_lr=3e-5)
     assert max(got) == pytest.approx(3e-4)
-    assert all(here >= after for here, after in zip(got[20:], got[21:], strict=False))
+    assert all(here >= after for here, after in itertools.pairwise(got[20:]))
     assert got[150:] == pytest.approx([3e-5] * 50)
 
 

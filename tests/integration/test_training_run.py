@@ -1,0 +1,100 @@
+"""One run from the command line: what it leaves, what it reports, and that it repeats itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from relax_sdk.rollout import read_sidecar
+
+from .conftest import Run, processes_of
+
+Train = Callable[..., Run]
+TIMES = ("perf/", "reward/score_")
+
+
+def test_a_run_leaves_its_folder_and_no_process(train: Train, held_out: tuple[str, ...], mark: str) -> None:
+    run = train(*held_out, "--artifact-retention-rollouts", "1")
+    assert run.code == 0, run.stderr
+    assert run.stdout.strip() == str(run.run_dir)
+    assert "Traceback" not in run.stderr
+    assert [line.split()[1] for line in run.stderr.splitlines() if line.startswith("rollout ")] == ["1/2", "2/2"]
+    assert processes_of(mark) == []
+
+    recipe = json.loads((run.run_dir / "recipe.json").read_text())
+    assert recipe["config"]["rollout"]["global_batch_size"] == 8
+    assert recipe["provenance"]["rollout.n_samples_per_prompt"] == "flag --n-samples-per-prompt"
+    assert Image.open(run.run_dir / "samples.png").width > 300
+    assert Image.open(run.run_dir / "curve.png").width > 300
+    events = EventAccumulator(str(run.run_dir / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
+
+    task = run.run_dir / "artifacts" / "t2i"
+    assert [path.name for path in sorted(task.iterdir())] == ["rollout_0000001"]
+    files = sorted(path.name for path in (task / "rollout_0000001").iterdir())
+    assert files[0] == "group_00000000.safetensors"
+    assert files[1] == "group_00000000_sample_0000.png"
+    assert len(files) == 2 * (1 + 4)
+    assert read_sidecar(task / "rollout_0000001" / files[0]).policy_version == 1
+    assert len(list((run.run_dir / "artifacts" / "eval" / "t2i").rglob("*.png"))) == 2 * 3
+
+    # The replay is bit for bit the same forward, before any optimizer step; afterwards the policy has moved.
+    assert run.series("train/first_update_ratio_max_deviation") == [0.0, 0.0]
+    assert min(run.series("train/ratio_max_deviation")) > 0.0
+    assert max(run.series("train/logp_parity_max")) < 2e-5
+    assert run.series("train/optimizer_steps") == [2.0, 4.0]
+    assert run.series("train/policy_version") == [1.0, 2.0]
+    assert len(run.series("eval/few/pickscore_mean")) == 2
+    assert run.series("eval/few/pickscore_delta_mean") != [0.0]
+
+
+def test_two_runs_with_one_seed_are_identical(train: Train) -> None:
+    first, second = train(name="first"), train(name="second")
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    timeless = [
+        [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in run.records()]
+        for run in (first, second)
+    ]
+    assert timeless[0] == timeless[1]
+    assert len(timeless[0]) == 2
+
+
+def test_two_ranks_train_as_one(train: Train) -> None:
+    """Same candidates from two engines as from one, same loss, same update."""
+    one = train(name="one")
+    two = train("--resource", '{"actor": [1, 2], "rollout": [1, 2]}', name="two")
+    assert (one.code, two.code) == (0, 0), one.stderr + two.stderr
+    for name in ("train/loss", "train/grad_norm", "train/approx_kl", "train/ratio_std"):
+        assert two.series(name) == pytest.approx(one.series(name), rel=1e-4, abs=1e-12), name
+    # The second rollout is sampled with the updated weights: its rewards show that the updates were the same.
+    assert two.series("reward/pickscore_mean") == pytest.approx(one.series("reward/pickscore_mean"), rel=1e-4)
+    assert two.series("train/first_update_ratio_max_deviation") == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(("--lora-merge-mode",), id="lora-merged"),
+        pytest.param(("--fsdp-trainable-mode", "full", "--lora-rank", "0", "--lora-merge-mode"), id="full"),
+    ],
+)
+def test_full_weight_sync(train: Train, flags: tuple[str, ...]) -> None:
+    """Every weight goes to the engine: its samples of round 2 are then replayed without a gap."""
+    run = train(*flags)
+    assert run.code == 0, run.stderr
+    assert run.series("train/weight_sync_tensors")[0] > 100
+    assert max(run.series("train/logp_parity_max")) < 2e-5
+    assert run.series("train/first_update_ratio_max_deviation") == [0.0, 0.0]
+
+
+def test_a_degenerate_rollout_skips_the_optimizer(train: Train) -> None:
+    run = train("--reward", "scorers:ConstantScorer", "--reward-model-path", ".",
+                "--reward-required-components", '["brightness"]')  # fmt: skip
+    assert run.code == 0, run.stderr
+    assert run.series("reward/degenerate") == [1, 1]
+    assert run.series("train/optimizer_steps") == [0.0, 0.0]
+    assert run.series("train/optimizer_skips") == run.series("train/num_microbatches")
