@@ -48,7 +48,13 @@ def flow_match_sigmas(
     Raises:
         ConfigError: a key is missing, or the configuration asks for a spacing that is not implemented.
     """
-    for key in ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas", "stochastic_sampling"):
+    for key in (
+        "use_karras_sigmas",
+        "use_exponential_sigmas",
+        "use_beta_sigmas",
+        "invert_sigmas",
+        "stochastic_sampling",
+    ):
         if scheduler_config.get(key):
             raise ConfigError(
                 f"scheduler config sets {key}, which the driver's schedule does not implement",
@@ -73,7 +79,7 @@ def flow_match_sigmas(
     if terminal:
         stretch = (1.0 - sigmas[-1]) / (1.0 - float(terminal))
         sigmas = [1.0 - (1.0 - sigma) / stretch for sigma in sigmas]
-    return tuple(_float32(sigma) for sigma in sigmas) + (0.0,)
+    return (*map(_float32, sigmas), 0.0)
 
 
 def schedule_difference(mine: tuple[float, ...], engine: tuple[float, ...], *, tolerance: float = 2e-6) -> str | None:

@@ -91,7 +91,9 @@ class RolloutRequest(Record):
     def _schedule(self) -> Self:
         if self.sigmas is not None:
             if len(self.sigmas) != self.num_inference_steps + 1:
-                raise ValueError(f"sigmas: expected T+1 = {self.num_inference_steps + 1} values, came {len(self.sigmas)}")
+                raise ValueError(
+                    f"sigmas: expected T+1 = {self.num_inference_steps + 1} values, came {len(self.sigmas)}"
+                )
             for step, (here, after) in enumerate(zip(self.sigmas, self.sigmas[1:], strict=False)):
                 if not here > after:
                     raise ValueError(f"sigmas: not strictly decreasing at step {step}: {here} then {after}")

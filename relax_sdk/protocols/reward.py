@@ -12,7 +12,10 @@ __all__ = ["RewardScorer"]
 
 @runtime_checkable
 class RewardScorer(Protocol):
-    """Scores decoded media. Constructed as ``Scorer(model_path=..., device=...)``, device ``"cpu"`` or ``"cuda"``.
+    """Scores decoded media. Constructed as ``Scorer(model_path=..., device=...)``.
+
+    ``model_path`` is ``--reward-model-path`` or the plug-in's bundled model, None when there is neither; ``device`` is
+    ``"cpu"`` or ``"cuda"``.
 
     Attributes:
         components: names of the components that `score` returns.

@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from relax_sdk.errors import ConfigError, PluginError, RelaxError, UnknownNameError
+from relax_sdk.errors import PluginError, RelaxError, UnknownNameError
 from relax_sdk.protocols import RewardScorer
 from relax_sdk.registry import RewardSpec
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 REWARD_RUNTIMES = ("cpu", "colocate")
 """``cpu``: in the rollout's process, on the CPU. ``colocate``: there too, on the rollout's device."""
 
-_built: dict[tuple[RewardSpec | type, str, str], RewardScorer] = {}
+_built: dict[tuple[RewardSpec | type, str | None, str], RewardScorer] = {}
 
 
 def build_scorer(
@@ -40,23 +40,20 @@ def build_scorer(
 
     Raises:
         UnknownNameError: another runtime.
-        ConfigError: there is no model path and nothing bundled, or the scorer refuses the path or the device.
+        ConfigError: the scorer refuses the path (also a missing one) or the device.
         PluginError: the class cannot be imported, does not fit the protocol, or fails while it is constructed.
     """
     if runtime not in REWARD_RUNTIMES:
         raise UnknownNameError("reward runtime", runtime, REWARD_RUNTIMES, where="--reward-runtime")
     bundled = reward.default_model_path() if isinstance(reward, RewardSpec) and model_path is None else None
+    # A scorer may need no model at all: None is passed on, and one that needs a model says so itself.
     path = model_path if model_path is not None else bundled
     name = _name(reward)
-    if path is None:
-        raise ConfigError(
-            f"reward {name!r} needs a model and bundles none", where="--reward-model-path", expected="a model folder"
-        )
     device = "cpu" if runtime == "cpu" else device
-    key = (reward, str(path), device)
+    key = (reward, None if path is None else str(path), device)
     if key not in _built:
         logger.info("loading reward %s from %s on %s", name, path, device)
-        _built[key] = _construct(reward, name=name, model_path=str(path), device=device)
+        _built[key] = _construct(reward, name=name, model_path=None if path is None else str(path), device=device)
     return _built[key]
 
 
@@ -64,7 +61,7 @@ def _name(reward: RewardSpec | type) -> str:
     return reward.name if isinstance(reward, RewardSpec) else reward.__qualname__
 
 
-def _construct(reward: RewardSpec | type, *, name: str, model_path: str, device: str) -> RewardScorer:
+def _construct(reward: RewardSpec | type, *, name: str, model_path: str | None, device: str) -> RewardScorer:
     where = reward.where if isinstance(reward, RewardSpec) else f"{reward.__module__}:{reward.__qualname__}"
     scorer_class: Any = reward.load() if isinstance(reward, RewardSpec) else reward
     try:

@@ -72,9 +72,7 @@ class RolloutBatch:
     def reward_batch(self) -> RewardBatch:
         """Every candidate's media beside its own prompt: row ``group * K + slot``."""
         repeated = [group.prompt for group in self.groups for _ in range(self.samples_per_prompt)]
-        tracks = {
-            name: torch.cat([group.media[name] for group in self.groups]) for name in self.groups[0].media
-        }
+        tracks = {name: torch.cat([group.media[name] for group in self.groups]) for name in self.groups[0].media}
         return RewardBatch(
             prompts=tuple(item.prompt for item in repeated),
             tracks=tracks,
@@ -156,7 +154,12 @@ class RolloutDriver:
         prune_stale_artifacts(self._root, self._task, rollout_id=rollout_id, keep=self._retention)
         folder = rollout_folder(self._root, self._task, rollout_id)
         return self._run(
-            prompts, steps, folder, rollout_id=rollout_id, samples=samples_per_prompt, version=policy_version,
+            prompts,
+            steps,
+            folder,
+            rollout_id=rollout_id,
+            samples=samples_per_prompt,
+            version=policy_version,
             progress=progress,
         )
 

@@ -38,9 +38,7 @@ class LocalEngine:
         dtype: compute dtype of the pipeline.
     """
 
-    def __init__(
-        self, *, adapter: Any, model_path: str, revision: str | None, device: str, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, *, adapter: Any, model_path: str, revision: str | None, device: str, dtype: torch.dtype) -> None:
         missing = [name for name in ("load_embedded_model", "pack_initial_noise") if not hasattr(adapter, name)]
         if missing:
             raise RolloutError(
@@ -87,7 +85,9 @@ class LocalEngine:
                     where=f"group {request.plan.group_index}",
                 )
             if request.sigmas is None:
-                raise RolloutError("the embedded engine computes no schedule of its own", expected="driver_sigmas: true")
+                raise RolloutError(
+                    "the embedded engine computes no schedule of its own", expected="driver_sigmas: true"
+                )
         if not requests:
             return []
         conditions, truncated = self._model.encode_prompts([request.plan.prompt for request in requests])
@@ -108,7 +108,11 @@ class LocalEngine:
         for step in range(steps):
             here, after = sigmas[step].expand(count), sigmas[step + 1].expand(count)
             batch = ReplayBatch(
-                latents=latents, sigmas=here, conditions=(condition,) * count, height=request.height, width=request.width
+                latents=latents,
+                sigmas=here,
+                conditions=(condition,) * count,
+                height=request.height,
+                width=request.width,
             )
             velocity = self._adapter.replay_transition(self._model.transformer, batch)
             if step in trained:
@@ -177,19 +181,28 @@ class LocalEngine:
         manifest, staged = self._manifest, self._staged
         if manifest is None:
             raise WeightSyncError("commit_sync came without begin_sync")
-        arrived = FullWeightManifest.describe(
-            manifest.mode,
-            ((name, tuple(tensor.shape), tensor.numel() * tensor.element_size()) for name, tensor in staged.items()),
-        ) if staged else None
+        arrived = (
+            FullWeightManifest.describe(
+                manifest.mode,
+                (
+                    (name, tuple(tensor.shape), tensor.numel() * tensor.element_size())
+                    for name, tensor in staged.items()
+                ),
+            )
+            if staged
+            else None
+        )
         if arrived != manifest:
             raise WeightSyncError(f"what arrived is not what was announced: {arrived!r}", expected=repr(manifest))
         targets = self._sync_targets(manifest.mode)
         renamed = {self._engine_name(manifest.mode, name): tensor for name, tensor in staged.items()}
         unknown, missing = sorted(set(renamed) - set(targets)), sorted(set(targets) - set(renamed))
         if unknown or missing:
+            transformer = type(self._model.transformer).__name__
             raise WeightSyncError(
-                f"{len(unknown)} unknown names (first: {unknown[:3]}), {len(missing)} names missing (first: {missing[:3]})",
-                expected=f"exactly the {len(targets)} {manifest.mode} tensors of {type(self._model.transformer).__name__}",
+                f"{len(unknown)} unknown names (first: {unknown[:3]}), "
+                f"{len(missing)} names missing (first: {missing[:3]})",
+                expected=f"exactly the {len(targets)} {manifest.mode} tensors of {transformer}",
             )
         for name, tensor in renamed.items():
             if tensor.shape != targets[name].shape:

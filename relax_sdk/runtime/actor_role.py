@@ -18,7 +18,7 @@ from relax_sdk.registry import ModelSpec, WeightSyncSpec
 from relax_sdk.rollout import read_sidecar
 from relax_sdk.runtime.calls import wait_all
 from relax_sdk.runtime.rows import RowQueue
-from relax_sdk.training import TORCH_DTYPES, Trainer, TrainerSettings, TrainGroup
+from relax_sdk.training import TORCH_DTYPES, Trainer, TrainerSettings, TrainGroup, UpdateReport
 from relax_sdk.weight_sync import WireWeights
 
 __all__ = ["ActorRole", "SyncPlan"]
@@ -109,8 +109,8 @@ class ActorRole:
         """Attach to the run's TransferQueue."""
         self._rows = RowQueue(self._run_name, start=False)
 
-    def update(self, rollout_id: int, groups: int, candidates: int) -> dict[str, float]:
-        """Take the rollout's rows, read its sidecars, train; metrics as `Trainer.update`."""
+    def update(self, rollout_id: int, groups: int, candidates: int) -> UpdateReport:
+        """Take the rollout's rows, read its sidecars, train; see `Trainer.update`."""
         trainer, rows = self._ready()
         taken = rows.take(rollout_id, groups=groups, candidates=candidates)
         return trainer.update(
@@ -186,7 +186,9 @@ class ActorRole:
         if {row.sidecar for row in rows} != {rows[0].sidecar} or trajectory.group_index != rows[0].group_index:
             raise TrainingError("rows of one group point at different sidecars", where=where)
         if trajectory.rollout_id != rows[0].rollout_id:
-            raise TrainingError(f"sidecar of rollout {trajectory.rollout_id}, rows of {rows[0].rollout_id}", where=where)
+            raise TrainingError(
+                f"sidecar of rollout {trajectory.rollout_id}, rows of {rows[0].rollout_id}", where=where
+            )
         if trajectory.sample_indices.tolist() != [row.slot for row in rows]:
             raise TrainingError("sidecar and rows disagree about the candidates", where=where)
         versions = {trajectory.policy_version, policy_version, *(row.policy_version for row in rows)}

@@ -42,9 +42,7 @@ def wait_all(refs: Sequence[Any], *, what: str, names: Sequence[str], timeout_s:
             cause = error.cause
             if isinstance(cause, RelaxError):
                 raise cause from None
-            raise RunError(
-                f"{what} failed: {type(cause).__name__}: {cause}", where=name_of[done[0]]
-            ) from error
+            raise RunError(f"{what} failed: {type(cause).__name__}: {cause}", where=name_of[done[0]]) from error
         except RayActorError as error:
             raise RunError(f"{name_of[done[0]]} died during {what}", where=str(error).splitlines()[0]) from error
         except GetTimeoutError as error:

@@ -26,7 +26,7 @@ from relax_sdk.runtime.calls import wait_all
 from relax_sdk.runtime.fleet import RolloutFleet
 from relax_sdk.runtime.rollout_role import RolloutRole
 from relax_sdk.runtime.rows import RowQueue
-from relax_sdk.training import TrainerSettings
+from relax_sdk.training import TrainerSettings, UpdateReport
 
 __all__ = ["ActorGroup", "Cluster", "open_cluster"]
 
@@ -48,11 +48,11 @@ class ActorGroup:
         self.ranks = tuple(ranks)
         self._timeout_s = timeout_s
 
-    def update(self, rollout_id: int, *, groups: int, candidates: int) -> dict[str, float]:
-        """Train on a rollout's rows; metrics of rank 0, equal on all."""
+    def update(self, rollout_id: int, *, groups: int, candidates: int) -> UpdateReport:
+        """Train on a rollout's rows; the report of rank 0, whose metrics all ranks share."""
         calls = [rank.update.remote(rollout_id, groups, candidates) for rank in self.ranks]
-        metrics: dict[str, float] = self._wait(calls, "update")[0]
-        return metrics
+        report: UpdateReport = self._wait(calls, "update")[0]
+        return report
 
     def sync(self, engines: Sequence[Any], policy_version: int) -> SyncReport:
         """Send the weights to the engines; see `ActorRole.sync`."""
@@ -84,9 +84,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def open_cluster(
-    config: RunConfig, registry: Registry, *, on_phase: Callable[[str], None]
-) -> Iterator[Cluster]:
+def open_cluster(config: RunConfig, registry: Registry, *, on_phase: Callable[[str], None]) -> Iterator[Cluster]:
     """Start Ray (or join the cluster of ``RAY_ADDRESS``) and every role; stop them all on the way out.
 
     Args:
@@ -99,9 +97,9 @@ def open_cluster(
         RunError: a role did not start.
     """
     on_phase("starting Ray")
-    owned = _start_ray(config)
     with contextlib.ExitStack() as stack:
         stack.callback(ray.shutdown)
+        owned = _start_ray(config)
         use_gpu = _use_gpu(config, owned=owned)
         group = _place(config, use_gpu=use_gpu)
         stack.callback(remove_placement_group, group)
@@ -141,9 +139,8 @@ def open_cluster(
 
 def _start_ray(config: RunConfig) -> bool:
     """Join or start a cluster; returns whether it was started here."""
-    # Both say once per process what a user of this command can do nothing about.
-    for name in ("ray", "transfer_queue"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    # It says once per process how its own authentication works, which a user of this command need not know.
+    logging.getLogger("ray").setLevel(logging.ERROR)
     address = os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {
         "log_to_driver": config.run.log_level in ("debug", "info"),
@@ -193,9 +190,7 @@ def _place(config: RunConfig, *, use_gpu: bool) -> Any:
     return group
 
 
-def _create_roles(
-    config: RunConfig, registry: Registry, group: Any, *, use_gpu: bool
-) -> tuple[list[Any], list[Any]]:
+def _create_roles(config: RunConfig, registry: Registry, group: Any, *, use_gpu: bool) -> tuple[list[Any], list[Any]]:
     world = config.actor_world
     threads = max(1, (os.cpu_count() or 1) // world)
 

@@ -99,8 +99,7 @@ class Evaluator:
 
     def _per_prompt(self, values: Sequence[float]) -> list[float]:
         return [
-            sum(values[start : start + self._samples]) / self._samples
-            for start in range(0, len(values), self._samples)
+            sum(values[start : start + self._samples]) / self._samples for start in range(0, len(values), self._samples)
         ]
 
     def _means(self, components: dict[str, tuple[float, ...]]) -> dict[str, float]:

@@ -139,7 +139,13 @@ def _context(
         component_weights=config.reward.component_weights or {},
     )
     return StepContext(
-        config=config, prompts=prompts, driver=driver, rewards=rewards, cluster=cluster, phase=watcher.phase
+        config=config,
+        prompts=prompts,
+        driver=driver,
+        rewards=rewards,
+        cluster=cluster,
+        phase=watcher.phase,
+        line=watcher.line,
     )
 
 

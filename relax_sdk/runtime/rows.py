@@ -6,10 +6,14 @@ keys and never by waiting for it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+# A row is a few numbers; the library's default of 8 threads only makes it warn on smaller machines. Read at import.
+os.environ.setdefault("TQ_NUM_THREADS", "1")
 import transfer_queue
 from omegaconf import OmegaConf
 from tensordict import TensorDict

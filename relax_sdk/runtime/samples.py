@@ -35,13 +35,14 @@ def draw_samples(
         prompts: captions.
         before, after: uint8 [3, H, W], one per prompt, in the same order.
         title: a line on top.
-        columns, rows: how many prompts are shown; they are taken at even distances.
+        columns, rows: how many prompts are shown; they are spread over the set.
 
     Raises:
         ArtifactError: the file could not be written.
     """
     count = min(len(prompts), columns * rows)
-    picked = [index * len(prompts) // count for index in range(count)]
+    # Golden-ratio order: spread over the whole set without falling into step with a pattern in its order.
+    picked = sorted(sorted(range(len(prompts)), key=lambda index: index * 0.6180339887 % 1)[:count])
     rows = -(-count // columns)
     small, large = ImageFont.load_default(size=13), ImageFont.load_default(size=17)
     height, width = before[0].shape[1:]

@@ -28,6 +28,7 @@ class StepContext:
     rewards: RewardManager
     cluster: Cluster
     phase: Callable[[str, int, int], None]
+    line: Callable[[str], None]
 
 
 def run_step(context: StepContext, rollout_id: int, policy_version: int) -> dict[str, float]:
@@ -58,11 +59,13 @@ def run_step(context: StepContext, rollout_id: int, policy_version: int) -> dict
     advantages = combined_advantages(scores, weights, group_size=config.group_size, std_mode=config.std_mode)
     with timer("train"):
         queue.put(train_rows(batch, scores, advantages))
-        metrics = actor.update(rollout_id, groups=len(prompts), candidates=config.group_size)
+        update = actor.update(rollout_id, groups=len(prompts), candidates=config.group_size)
         queue.clear(rollout_id, groups=len(prompts), candidates=config.group_size)
     with timer("sync"):
         report = actor.sync(context.cluster.fleet.workers, policy_version + 1)
-    metrics |= reward_statistics(scores, advantages, weights, group_size=config.group_size)
+    for line in update.lines:
+        context.line(line)
+    metrics = update.metrics | reward_statistics(scores, advantages, weights, group_size=config.group_size)
     metrics |= rewards.metrics()
     images = torch.cat([group.media["image"] for group in batch.groups if "image" in group.media])
     metrics |= {f"image/{name}_mean": value for name, value in image_statistics(images).items()}

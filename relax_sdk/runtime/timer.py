@@ -18,6 +18,7 @@ class PhaseTimer:
         self.seconds: dict[str, float] = {}
 
     def __call__(self, name: str) -> PhaseTimer:
+        """The context of the phase ``name``."""
         self._name = name
         self._phase(f"{self._title}: {name}", 0, 0)
         return self
@@ -29,6 +30,7 @@ class PhaseTimer:
         self.seconds[self._name] = time.perf_counter() - self._started
 
     def progress(self, done: int, total: int) -> None:
+        """Announce that the current phase advanced."""
         self._phase(f"{self._title}: {self._name}", done, total)
 
     def metrics(self) -> dict[str, float]:

@@ -4,7 +4,7 @@ from relax_sdk.training.optimizer import build_optimizer, lr_at_step
 from relax_sdk.training.plan import MicroBatch, plan_updates
 from relax_sdk.training.replay import replay_cells
 from relax_sdk.training.sharding import TORCH_DTYPES, prepare_module, trainable_parameters
-from relax_sdk.training.trainer import Trainer, TrainerSettings, TrainGroup
+from relax_sdk.training.trainer import Trainer, TrainerSettings, TrainGroup, UpdateReport
 
 __all__ = [
     "TORCH_DTYPES",
@@ -12,6 +12,7 @@ __all__ = [
     "TrainGroup",
     "Trainer",
     "TrainerSettings",
+    "UpdateReport",
     "build_optimizer",
     "lr_at_step",
     "plan_updates",

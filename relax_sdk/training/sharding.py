@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from relax_sdk.config import FsdpSection, LoraSection
 from relax_sdk.errors import ConfigError, TrainingError
 from relax_sdk.weights import inject_lora, is_lora_name
 
-__all__ = ["TORCH_DTYPES", "prepare_module", "trainable_parameters"]
+__all__ = ["TORCH_DTYPES", "hold_gathered", "prepare_module", "trainable_parameters"]
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -55,7 +55,9 @@ def prepare_module(
             expected="one of " + ", ".join(sorted(k for k, v in vars(bundle).items() if isinstance(v, nn.Module))),
         )
     if fsdp.trainable_mode == "lora":
-        inject_lora(module, rank=lora.rank, alpha=lora.alpha or float(lora.rank), target_modules=target_modules, seed=seed)
+        inject_lora(
+            module, rank=lora.rank, alpha=lora.alpha or float(lora.rank), target_modules=target_modules, seed=seed
+        )
     else:
         module.requires_grad_(True)
     _check_boundary(module, fsdp.trainable_mode)
@@ -88,7 +90,28 @@ def _shard(module: nn.Module, fsdp: FsdpSection, block_module_names: tuple[str, 
                 offload_policy=offload,
                 reshard_after_forward=fsdp.reshard_after_forward,
             )
-    fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=precision,
+        offload_policy=offload,
+        reshard_after_forward=fsdp.reshard_after_forward,
+    )
+
+
+def hold_gathered(module: nn.Module, fsdp: FsdpSection, *, last: bool) -> None:
+    """With ``--no-fsdp-reshard-after-forward``: gather once per update and reduce once, after its last micro-batch.
+
+    The gradient is the same sum; parameters and their gradients stay whole on every rank meanwhile.
+
+    Args:
+        module: the sharded module.
+        fsdp: its settings.
+        last: whether the next backward is the update's last.
+    """
+    if isinstance(module, FSDPModule) and not fsdp.reshard_after_forward:
+        module.set_requires_gradient_sync(last)
+        module.set_reshard_after_backward(last)
 
 
 def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:

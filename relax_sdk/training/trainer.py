@@ -8,7 +8,6 @@ it. This module leaves out Ray, rows and files (`relax_sdk.runtime`) and the wir
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,19 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from relax_sdk.config import FsdpSection, FlowGrpoSection, LoraSection, OptimizerSection
+from relax_sdk.config import FlowGrpoSection, FsdpSection, LoraSection, OptimizerSection
 from relax_sdk.errors import TrainingError
 from relax_sdk.objectives import grpo_clip_loss
 from relax_sdk.protocols import GenerativeModelAdapter, Trajectory
 from relax_sdk.training.optimizer import build_optimizer, lr_at_step
 from relax_sdk.training.plan import MicroBatch, plan_updates
 from relax_sdk.training.replay import replay_cells
-from relax_sdk.training.sharding import TORCH_DTYPES, prepare_module, trainable_parameters
+from relax_sdk.training.sharding import TORCH_DTYPES, hold_gathered, prepare_module, trainable_parameters
 from relax_sdk.training.statistics import UpdateStatistics
 
-__all__ = ["TrainGroup", "Trainer", "TrainerSettings"]
-
-log = logging.getLogger(__name__)
+__all__ = ["TrainGroup", "Trainer", "TrainerSettings", "UpdateReport"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +50,14 @@ class TrainGroup:
 
     trajectory: Trajectory
     advantages: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateReport:
+    """What an update tells: ``train/...`` metrics, the same on every rank, and the lines of the debug fingerprint."""
+
+    metrics: dict[str, float]
+    lines: tuple[str, ...] = ()
 
 
 class Trainer:
@@ -101,14 +106,14 @@ class Trainer:
         )
         return module if settings.fsdp.cpu_offload else module.to(self._device)
 
-    def update(self, groups: Sequence[TrainGroup]) -> dict[str, float]:
+    def update(self, groups: Sequence[TrainGroup]) -> UpdateReport:
         """Train on one rollout.
 
         Args:
             groups: all groups of the rollout, the same on every rank, in group order.
 
         Returns:
-            Metrics by name (``train/...``), the same on every rank.
+            See `UpdateReport`.
 
         Raises:
             TrainingError: ranks disagree about the plan, a value is not finite, or groups differ in size.
@@ -137,9 +142,8 @@ class Trainer:
         metrics["train/lr"] = self._optimizer.param_groups[0]["lr"]
         metrics["train/optimizer_steps"] = float(self.optimizer_steps)
         metrics["train/num_microbatches"] = float(sum(len(update) for update in updates))
-        if self._settings.fsdp.debug_fingerprint:
-            self._report_fingerprint(before, metrics)
-        return metrics
+        lines = self._fingerprint_lines(before, metrics) if self._settings.fsdp.debug_fingerprint else ()
+        return UpdateReport(metrics=metrics, lines=lines)
 
     def _one_update(
         self,
@@ -152,11 +156,10 @@ class Trainer:
         grpo, optimizer = self._settings.flow_grpo, self._optimizer
         cells = sum(anchor.numel() for anchor in frozen)
         optimizer.zero_grad(set_to_none=True)
-        for micro, anchor in zip(update, frozen, strict=True):
+        for position, (micro, anchor) in enumerate(zip(update, frozen, strict=True)):
+            hold_gathered(self.module, self._settings.fsdp, last=position == len(update) - 1)
             group = groups[micro.group]
-            log_prob = replay_cells(
-                self._adapter, self.module, group.trajectory, micro.slots, device=self._device
-            )
+            log_prob = replay_cells(self._adapter, self.module, group.trajectory, micro.slots, device=self._device)
             advantages = group.advantages[list(micro.slots)].to(self._device, torch.float32)
             loss, clip = grpo_clip_loss(
                 log_prob, anchor, advantages, eps_clip=grpo.eps_clip, eps_clip_high=grpo.eps_clip_high
@@ -238,16 +241,14 @@ class Trainer:
         dist.all_reduce(total)
         return float(total)
 
-    def _report_fingerprint(self, before: float, metrics: dict[str, float]) -> None:
+    def _fingerprint_lines(self, before: float, metrics: dict[str, float]) -> tuple[str, ...]:
         after = self._fingerprint()
-        if self._rank == 0:
-            log.info("[fingerprint] sum |w| %.9e -> %.9e (moved: %s)", before, after, before != after)
-            log.info(
-                "[logp parity] mean |replay - engine| %.3e, max %.3e; first update max |rho - 1| %.17g",
-                metrics["train/logp_parity_mean"],
-                metrics["train/logp_parity_max"],
-                metrics["train/first_update_ratio_max_deviation"],
-            )
+        return (
+            f"[fingerprint] sum |w| {before:.9e} -> {after:.9e} ({'moved' if before != after else 'NOT moved'})",
+            f"[logp parity] mean |replay - engine| {metrics['train/logp_parity_mean']:.3e}, "
+            f"max {metrics['train/logp_parity_max']:.3e}; "
+            f"first update max |rho - 1| {metrics['train/first_update_ratio_max_deviation']:.17g}",
+        )
 
 
 def _check_advantages(groups: Sequence[TrainGroup]) -> None:

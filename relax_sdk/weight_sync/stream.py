@@ -53,9 +53,7 @@ class StreamedSync:
             if isinstance(error, WeightSyncError):
                 raise
             raise WeightSyncError(f"weight sync to version {policy_version} failed: {error}") from error
-        return SyncReport(
-            policy_version=policy_version, manifest=manifest, seconds=time.perf_counter() - started
-        )
+        return SyncReport(policy_version=policy_version, manifest=manifest, seconds=time.perf_counter() - started)
 
     def _send(
         self, named_tensors: Iterator[tuple[str, Tensor]], engines: EngineCall, manifest: FullWeightManifest
@@ -87,7 +85,7 @@ class StreamedSync:
     def _abort(engines: EngineCall, cause: Exception) -> None:
         try:
             engines("abort_sync")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it was, it is raised again with its cause
             # An engine that cannot even abort may hold anything: say so together with the first cause.
             raise WeightSyncError(
                 f"weight sync failed ({cause}), and an engine did not answer the abort: {error}",

@@ -28,6 +28,7 @@ FLOORS = {
     "testing": 3,
     "runtime": 4,
     "cli": 5,
+    "__main__": 6,
 }
 ROOT_FLOOR = 2
 TORCH_FREE = {"errors", "files", "protocols", "config", "registry", "metrics", "data", "preflight", "cli"}

@@ -2,70 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from relax_sdk.metrics import read_metrics
-
-HERE = Path(__file__).parent
-MARK = "RELAX_TEST_MARK"
-TIMEOUT_S = 280
-
-SMALL = (
-    "--plugin", "qwen_image",
-    "--num-rollout", "2",
-    "--rollout-batch-size", "2",
-    "--n-samples-per-prompt", "4",
-    "--micro-batch-size", "2",
-)  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A finished `relax-sdk train`."""
-
-    code: int
-    stdout: str
-    stderr: str
-    run_dir: Path
-
-    def records(self) -> list[dict[str, float]]:
-        return read_metrics(self.run_dir / "metrics.jsonl")
-
-    def series(self, name: str) -> list[float]:
-        return [record[name] for record in self.records() if name in record]
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "relax_sdk", "train", *SMALL, *arguments]
-
-
-def environment(mark: str) -> dict[str, str]:
-    """This process's own, with the test helpers importable by Ray's workers, and a mark to find processes by."""
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, MARK: mark}
-
-
-def processes_of(mark: str) -> list[int]:
-    """Processes that still carry the mark in their environment."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and folder.name != str(os.getpid()):
-            try:
-                carries = f"{MARK}={mark}".encode() in (folder / "environ").read_bytes()
-                state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            except OSError:
-                continue  # it ended while we looked
-            if carries and state != "Z":
-                found.append(int(folder.name))
-    return found
+from runs import Run, processes_of, run_train
 
 
 @pytest.fixture
@@ -79,21 +22,8 @@ def mark() -> Iterator[str]:
 
 @pytest.fixture
 def train(tmp_path: Path, mark: str) -> Callable[..., Run]:
-    """Run `relax-sdk train` on the small geometry and wait for it."""
-
-    def run(*arguments: str, name: str = "run") -> Run:
-        run_dir = tmp_path / name
-        done = subprocess.run(
-            command("--run-dir", str(run_dir), *arguments),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            env=environment(mark),
-            check=False,
-        )
-        return Run(code=done.returncode, stdout=done.stdout, stderr=done.stderr, run_dir=run_dir)
-
-    return run
+    """`relax-sdk train` on the small geometry."""
+    return lambda *arguments, name="run": run_train(*arguments, run_dir=tmp_path / name, mark=mark)
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from .conftest import TIMEOUT_S, Run, command, environment, processes_of
+from runs import TIMEOUT_S, Run, command, environment, processes_of
 
 Train = Callable[..., Run]
 
@@ -21,7 +20,7 @@ Train = Callable[..., Run]
     [("NanScorer", "nan for group 0, candidate 3"), ("ShortScorer", "7 values of 'brightness' for 8 rows")],
 )
 def test_a_reward_that_cannot_train(train: Train, mark: str, scorer: str, expected: str) -> None:
-    run = train("--reward", f"scorers:{scorer}", "--reward-model-path", ".",
+    run = train("--reward", f"scorers:{scorer}",
                 "--reward-required-components", '["brightness"]')  # fmt: skip
     assert run.code == 1
     assert expected in run.stderr

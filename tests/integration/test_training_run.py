@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import pytest
 from PIL import Image
+from runs import Run, processes_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from relax_sdk.rollout import read_sidecar
-
-from .conftest import Run, processes_of
 
 Train = Callable[..., Run]
 TIMES = ("perf/", "reward/score_")
@@ -92,7 +91,7 @@ def test_full_weight_sync(train: Train, flags: tuple[str, ...]) -> None:
 
 
 def test_a_degenerate_rollout_skips_the_optimizer(train: Train) -> None:
-    run = train("--reward", "scorers:ConstantScorer", "--reward-model-path", ".",
+    run = train("--reward", "scorers:ConstantScorer",
                 "--reward-required-components", '["brightness"]')  # fmt: skip
     assert run.code == 0, run.stderr
     assert run.series("reward/degenerate") == [1, 1]

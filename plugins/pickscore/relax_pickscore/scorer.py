@@ -48,7 +48,13 @@ class PickScoreScorer:
     components: tuple[str, ...] = ("pickscore",)
     required_tracks: tuple[str, ...] = ("image",)
 
-    def __init__(self, *, model_path: str | Path, device: str = "cpu", batch_size: int = 32) -> None:
+    def __init__(self, *, model_path: str | Path | None, device: str = "cpu", batch_size: int = 32) -> None:
+        if model_path is None:
+            raise ConfigError(
+                "PickScore needs its model",
+                where="--reward-model-path",
+                expected="a folder in the layout of yuvalkirstain/PickScore_v1",
+            )
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}", where="PickScoreScorer", expected="at least 1")
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():

@@ -18,6 +18,7 @@ from relax_qwen_image.loading import (
     load_vae,
     require_folder,
 )
+from relax_qwen_image.single_frame import single_frame
 from relax_qwen_image.text import check_tokenizer, encode_prompt
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class QwenImageEmbeddedModel:
         import torch
 
         chunk = max(1, DECODE_PIXELS // (height * width))
-        with torch.no_grad():
+        with torch.no_grad(), single_frame(self.vae):
             return torch.cat([self._decode(part, height=height, width=width) for part in latents.split(chunk)])
 
     def _decode(self, latents: Tensor, *, height: int, width: int) -> Tensor:

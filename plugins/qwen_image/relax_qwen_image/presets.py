@@ -18,15 +18,15 @@ def tiny() -> Preset:
     """The bundled models of 64x64 coloured shapes, trained with LoRA in float32 on any machine within minutes."""
     prompts = _bundled("relax_qwen_image", "prompts")
     return {
-        "run": {"num_rollout": 100, "rollout_seed": 42},
-        "backend": {"train_backend": "fsdp", "colocate": True},
+        "run": {"num_rollout": 75, "rollout_seed": 42},
+        "backend": {"train_backend": "fsdp", "colocate": True, "resource": {"actor": (1, 2), "rollout": (1, 2)}},
         "model": {"generation_task": "t2i", "model_path": _bundled("relax_qwen_image", "tiny")},
         "rollout": {
             "prompt_data": f"{prompts}/train.jsonl",
             "rollout_batch_size": 16,
             "n_samples_per_prompt": 8,
             "global_batch_size": 128,
-            "micro_batch_size": 8,
+            "micro_batch_size": 4,
             "eval_prompt_data": ("shapes", f"{prompts}/eval.jsonl"),
             "eval_interval": 25,
             "n_samples_per_eval_prompt": 4,
@@ -38,7 +38,7 @@ def tiny() -> Preset:
                 "width": 64,
                 "num_inference_steps": 12,
                 "guidance_scale": 1.0,
-                "eta": 0.7,
+                "eta": 1.0,
                 "sde_type": "sde",
                 "sde_indices": [1, 3, 5],
                 "sde_resample_per_rollout": True,
@@ -55,6 +55,7 @@ def tiny() -> Preset:
             "param_dtype": "fp32",
             "reduce_dtype": "fp32",
             "master_dtype": "fp32",
+            "reshard_after_forward": False,
         },
         "lora": {"rank": 16, "alpha": 32, "dropout": 0.0, "adapter_mode": True},
         "flow_grpo": {
@@ -63,7 +64,7 @@ def tiny() -> Preset:
             "generative_advantage_std_mode": "group",
             "num_updates_per_batch": 2,
         },
-        "optimizer": {"lr": 5e-4, "lr_warmup_iters": 0, "adam_eps": 1e-8, "weight_decay": 0.0},
+        "optimizer": {"lr": 1e-3, "lr_warmup_iters": 0, "adam_eps": 1e-8, "weight_decay": 0.0},
         "reward": _pickscore(runtime="cpu") | {"model_path": _bundled("relax_pickscore", "tiny")},
         "weight_sync": {"wire_dtype": "fp32"},
     }

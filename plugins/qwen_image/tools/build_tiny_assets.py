@@ -2,8 +2,9 @@
 
     python plugins/qwen_image/tools/build_tiny_assets.py --device cuda
 
-writes a tiny Qwen-Image (diffusers layout), the prompt sets and a tiny PickScore (Hugging Face CLIP layout) into the
-two plug-ins, prints held-out figures of quality and writes them into the assets' README files. Minutes on one GPU.
+(with the plug-in installed) writes a tiny Qwen-Image (diffusers layout), the prompt sets and a tiny PickScore
+(Hugging Face CLIP layout) into the two plug-ins, prints held-out figures of quality and writes them into the assets'
+README files. Minutes on one GPU.
 The pictures, the captions and every weight come from this folder alone; nothing is downloaded.
 
 The base model is wrong on purpose: it learns from captions with mistakes (`--label-noise`), so that post-training has
@@ -30,6 +31,7 @@ import tiny_world
 import torch
 from diffusers import AutoencoderKLQwenImage, ModelMixin, QwenImagePipeline
 from PIL import Image
+from relax_qwen_image.single_frame import single_frame
 from torch import Tensor
 from transformers import CLIPModel, PreTrainedModel
 
@@ -134,7 +136,7 @@ def build_pipeline(
         generator.manual_seed(arguments.seed + 1)
         text, mask = tiny_train.embed_texts(tiny_train.caption_texts(), tokenizer, encoder, device)
         labels = torch.arange(max(54, effort.latent_pool), device=device) % tiny_world.COMBINATIONS
-        with torch.no_grad(), tiny_train.single_frame(vae):
+        with torch.no_grad(), single_frame(vae):
             pool = [tiny_train.encode(vae, tiny_world.draw(part, generator)) for part in labels.split(540)]
         tiny_train.train_transformer(
             transformer,
@@ -175,7 +177,7 @@ def build_clip(
 
     def scorer() -> None:
         generator.manual_seed(arguments.seed + 2)
-        with tiny_train.single_frame(vae):
+        with single_frame(vae):
             data = tiny_score.judged_pictures(vae, effort.judged_pool, generator)
         tiny_score.train_clip(model, data, tokens, generator, steps=effort.clip_steps, batch=effort.clip_batch)
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from random import Random
-from types import MethodType
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
-from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
+from relax_qwen_image.single_frame import single_frame
 from tiny_models import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS, TEMPLATE_SUFFIX, caption_variants
 from tiny_world import BACKGROUNDS, COLOURS, COMBINATIONS, FORMS, draw, join, split
 from torch import Tensor, nn
@@ -188,30 +186,6 @@ def _scene(count: int, generator: torch.Generator) -> Tensor:
     other = draw(random_combinations(blended, generator), generator)
     pictures[:blended] = pictures[:blended] * share + other * (1 - share)
     return pictures
-
-
-def _flat_convolution(module: QwenImageCausalConv3d, frames: Tensor, _cache: Tensor | None = None) -> Tensor:
-    side = module._padding[0]
-    flat = functional.conv2d(
-        frames[:, :, 0], module.weight[:, :, -1], module.bias, stride=module.stride[1:], padding=side
-    )
-    return flat[:, :, None]
-
-
-@contextmanager
-def single_frame(vae: AutoencoderKLQwenImage) -> Iterator[None]:
-    """Run the autoencoder's causal 3-D convolutions as 2-D ones: the same for one frame, and several times faster.
-
-    A causal convolution sees one frame and zeros before it, so only the last slice of its kernel acts.
-    """
-    convolutions = [module for module in vae.modules() if isinstance(module, QwenImageCausalConv3d)]
-    for module in convolutions:
-        module.forward = MethodType(_flat_convolution, module)
-    try:
-        yield
-    finally:
-        for module in convolutions:
-            del module.forward
 
 
 @torch.no_grad()

@@ -36,9 +36,7 @@ def test_dynamic_schedule_equals_diffusers(steps: int, tokens: int) -> None:
 @pytest.mark.parametrize("terminal", [None, 0.02])
 def test_constant_shift_equals_diffusers(shift: float, terminal: float | None) -> None:
     config = {**SCHEDULER, "use_dynamic_shifting": False, "shift": shift, "shift_terminal": terminal}
-    np.testing.assert_allclose(
-        flow_match_sigmas(10, 576, config), diffusers_sigmas(10, 576, config), rtol=0, atol=4e-7
-    )
+    np.testing.assert_allclose(flow_match_sigmas(10, 576, config), diffusers_sigmas(10, 576, config), rtol=0, atol=4e-7)
 
 
 @pytest.mark.parametrize("steps", [2, 12, 30])

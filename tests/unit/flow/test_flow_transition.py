@@ -271,6 +271,9 @@ def test_images_of_any_rank() -> None:
     options = {"eta": 0.7, "sde_type": "sde", "sigma_clamp": CLAMP}
     image = replay_log_prob(x, after, v, constant(0.6, 2), constant(0.5, 2), **options)  # type: ignore[arg-type]
     flat = replay_log_prob(
-        *(part.flatten(2) for part in (x, after, v)), constant(0.6, 2), constant(0.5, 2), **options  # type: ignore[arg-type]
+        *(part.flatten(2) for part in (x, after, v)),
+        constant(0.6, 2),
+        constant(0.5, 2),
+        **options,  # type: ignore[arg-type]
     )
     np.testing.assert_allclose(image.numpy(), flat.numpy(), rtol=1e-6)

@@ -56,9 +56,7 @@ def tiny_groups(
 
 def _plain(trajectory: Any) -> Any:
     """Ordinary tensors: an engine's are made in inference mode, which a sidecar's round trip ends."""
-    values = {
-        name: value.clone() if isinstance(value, Tensor) else value for name, value in dict(trajectory).items()
-    }
+    values = {name: value.clone() if isinstance(value, Tensor) else value for name, value in dict(trajectory).items()}
     return type(trajectory)(**{**values, "conditions": {k: v.clone() for k, v in trajectory.conditions.items()}})
 
 
@@ -190,9 +188,7 @@ def two_rank_entry(rank: int, folder: str) -> None:
     """Run every scenario on this rank and write what came of it to ``<folder>/rank<rank>.pt``."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), 2)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20)
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20))
     results = {
         "full": two_rank_update("full", candidates=4),
         "lora": two_rank_update("lora", candidates=4),
@@ -209,7 +205,7 @@ def two_rank_update(mode: str, *, candidates: int) -> dict[str, Any]:
     adapter = TinyAdapter()
     made = make_trainer(adapter, mode=mode, micro=1, updates=2)
     with captured_gradients(made.module) as gradients:
-        metrics = made.update(tiny_groups(4, candidates))
+        metrics = made.update(tiny_groups(4, candidates)).metrics
     replayed = sum(latents.shape[0] for grad, latents in adapter.forwards if grad)
     return {"metrics": metrics, "weights": weights(made.module), "gradients": gradients, "replayed": replayed}
 

@@ -43,7 +43,10 @@ def test_each_bound_acts_on_its_own_side() -> None:
 
     def one(rho: float, advantage: float, **bounds: float) -> float:
         loss, _ = grpo_clip_loss(
-            torch.tensor([[math.log(rho)]]), torch.zeros(1, 1), torch.tensor([advantage]), **bounds  # type: ignore[arg-type]
+            torch.tensor([[math.log(rho)]]),
+            torch.zeros(1, 1),
+            torch.tensor([advantage]),
+            **bounds,  # type: ignore[arg-type]
         )
         return loss.item()
 

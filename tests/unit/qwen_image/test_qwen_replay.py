@@ -194,25 +194,21 @@ def test_bfloat16_base_with_float32_adapter_computes_in_bfloat16(adapter, pipeli
 # The velocity is a view of the last projection's output, which is harmless because replay changes nothing in place.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sharded_transformer_gives_the_same_velocity(adapter, transformer, pipeline_folder, tmp_path, dtype):
+@pytest.mark.usefixtures("process_group")
+def test_sharded_transformer_gives_the_same_velocity(adapter, transformer, pipeline_folder, dtype):
     """float32 masters, all-gathered in ``dtype``: bit for bit the numbers of a plain model of that dtype."""
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     batch = _batch([_condition(5, 1), _condition(9, 2)])
     plain = adapter.load_train_model(str(pipeline_folder), revision=None, dtype=dtype).transformer
     expected = adapter.replay_transition(plain, batch).detach()
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        policy = MixedPrecisionPolicy(param_dtype=dtype)
-        for name in adapter.block_module_names:
-            for block in getattr(transformer, name):
-                fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(transformer, mesh=mesh, mp_policy=policy)
-        velocity = adapter.replay_transition(transformer, batch)
-        velocity.square().mean().backward()
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    for name in adapter.block_module_names:
+        for block in getattr(transformer, name):
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(transformer, mesh=mesh, mp_policy=policy)
+    velocity = adapter.replay_transition(transformer, batch)
+    velocity.square().mean().backward()
     assert torch.equal(velocity, expected)

@@ -47,9 +47,7 @@ def test_a_seed_depends_on_each_of_its_parts() -> None:
     assert all(0 <= seed < 2**63 for seed in (base, *others))
 
 
-@pytest.mark.parametrize(
-    ("mode", "key"), [("metadata", "pickapic_7"), ("positional", "2"), ("group_index", "2")]
-)
+@pytest.mark.parametrize(("mode", "key"), [("metadata", "pickapic_7"), ("positional", "2"), ("group_index", "2")])
 def test_ids_of_each_mode(mode: str, key: str) -> None:
     assert sample_ids(FIRST, 2, 3, mode=mode) == tuple(f"prompt:{key}:sample:{slot}" for slot in range(3))
 
@@ -66,12 +64,7 @@ def test_a_plan_states_every_seed() -> None:
 
 def test_all_seeds_of_a_round_and_of_the_next_differ() -> None:
     groups = [*plan([FIRST, SECOND]), *plan([FIRST, SECOND], rollout_id=4), *plan([FIRST, SECOND], rollout_id=None)]
-    seeds = [
-        seed
-        for group in groups
-        for rows in (group.initial_noise_seeds, *group.denoise_seeds)
-        for seed in rows
-    ]
+    seeds = [seed for group in groups for rows in (group.initial_noise_seeds, *group.denoise_seeds) for seed in rows]
     assert len(seeds) == 6 * 3 * 5
     assert len(set(seeds)) == len(seeds)
 

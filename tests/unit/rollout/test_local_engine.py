@@ -121,9 +121,7 @@ def test_a_candidate_depends_on_nothing_but_itself() -> None:
     kernels of a matrix product may differ with the number of rows."""
 
     def first(answers: list[RolloutResponse], asked: list[RolloutRequest]) -> RolloutResponse:
-        return next(
-            answer for answer, request in zip(answers, asked, strict=True) if request.plan.prompt == "red"
-        )
+        return next(answer for answer, request in zip(answers, asked, strict=True) if request.plan.prompt == "red")
 
     base_asked = requests(("red",), count=2)
     base = first(engine(RowwiseTinyAdapter()).generate(base_asked), base_asked)

@@ -33,8 +33,7 @@ class FakeFleet:
     def generate(self, assignments: Sequence[Sequence[RolloutRequest]]) -> list[list[RolloutResponse]]:
         self.waves.append([[request.plan.group_index for request in share] for share in assignments])
         return [
-            [self.answer(request, f"engine-{engine}") for request in share]
-            for engine, share in enumerate(assignments)
+            [self.answer(request, f"engine-{engine}") for request in share] for engine, share in enumerate(assignments)
         ]
 
     def answer(self, request: RolloutRequest, engine: str) -> RolloutResponse:

@@ -28,7 +28,7 @@ def test_two_ranks_train_like_one(two_ranks: list[dict[str, Any]], scenario: str
     """``redundant``: three candidates, which two ranks cannot share."""
     candidates, mode = (3, "full") if scenario == "redundant" else (4, scenario)
     one = make_trainer(mode=mode, micro=1, updates=2)
-    metrics = one.update(tiny_groups(4, candidates))
+    metrics = one.update(tiny_groups(4, candidates)).metrics
     first, second = (results[scenario] for results in two_ranks)
     assert first["metrics"] == second["metrics"]
     for name, tensor in weights(one.module).items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from typing import Any
 
@@ -45,7 +44,7 @@ def test_gradients_loss_and_weights_equal_the_reference(mode: str) -> None:
     want = reference_update(groups, updates=2, mode=mode)
     made = make_trainer(mode=mode, updates=2)
     with captured_gradients(made.module) as gradients:
-        metrics = made.update(groups)
+        metrics = made.update(groups).metrics
     assert len(gradients) == 2
     for got, expected in zip(gradients, want.gradients, strict=True):
         assert_close(got, expected, relative=2e-3)
@@ -67,7 +66,7 @@ def test_the_clip_range_acts_in_the_second_update() -> None:
     want = reference_update(groups, updates=2, high=10 * CLIP)
     made = make_trainer(updates=2, eps_clip_high=10 * CLIP)
     with captured_gradients(made.module) as gradients:
-        metrics = made.update(groups)
+        metrics = made.update(groups).metrics
     assert_close(gradients[1], want.gradients[1], relative=2e-3)
     held_back = 0
     for group, ratios in zip(groups[2:], want.ratios[1].chunk(2), strict=True):
@@ -82,10 +81,10 @@ def test_the_clip_range_acts_in_the_second_update() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_first_ratio_is_exactly_one(mode: str, dtype: str) -> None:
     made = make_trainer(mode=mode, updates=2, fsdp={"param_dtype": dtype})
-    metrics = made.update(tiny_groups())
+    metrics = made.update(tiny_groups()).metrics
     assert metrics["train/first_update_ratio_max_deviation"] == 0.0
     assert metrics["train/ratio_max_deviation"] > 0.0, "the second update has left its anchors"
-    one = make_trainer(mode=mode, updates=1, fsdp={"param_dtype": dtype}).update(tiny_groups())
+    one = make_trainer(mode=mode, updates=1, fsdp={"param_dtype": dtype}).update(tiny_groups()).metrics
     assert one["train/ratio_max_deviation"] == 0.0
     assert one["train/clip_fraction"] == 0.0
 
@@ -94,7 +93,7 @@ def test_the_loss_of_one_update_is_zero_with_centred_advantages() -> None:
     groups = [
         dataclasses.replace(group, advantages=group.advantages - group.advantages.mean()) for group in tiny_groups()
     ]
-    assert make_trainer().update(groups)["train/loss"] == pytest.approx(0.0, abs=1e-7)
+    assert make_trainer().update(groups).metrics["train/loss"] == pytest.approx(0.0, abs=1e-7)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -104,7 +103,7 @@ def test_the_micro_batch_size_does_not_change_the_gradient(mode: str) -> None:
     for micro in (1, 2, 4, 8, 3):
         made = make_trainer(mode=mode, micro=micro)
         with captured_gradients(made.module) as gradients:
-            metrics = made.update(groups)
+            metrics = made.update(groups).metrics
         (seen[micro],) = gradients
         assert metrics["train/num_microbatches"] == (2 if micro == 3 else 16 / micro)
     for micro in (1, 2, 4, 3):
@@ -143,7 +142,7 @@ def test_activation_checkpointing_changes_nothing(mode: str) -> None:
     for checkpointing in (False, True):
         made = make_trainer(mode=mode, updates=2, fsdp={"activation_checkpointing": checkpointing})
         with captured_gradients(made.module) as gradients:
-            metrics = made.update(tiny_groups())
+            metrics = made.update(tiny_groups()).metrics
         results.append((gradients, weights(made.module), metrics))
         wrapped = any("_checkpoint_wrapped_module" in name for name, _ in made.module.named_parameters())
         assert wrapped == checkpointing
@@ -159,7 +158,7 @@ def test_two_runs_with_one_seed_are_identical() -> None:
     for noise in (1, 2):
         torch.manual_seed(noise)
         made = make_trainer(mode="lora", updates=2)
-        runs.append((made.update(tiny_groups()), weights(made.module)))
+        runs.append((made.update(tiny_groups()).metrics, weights(made.module)))
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
 
@@ -191,7 +190,7 @@ def test_a_degenerate_update_takes_no_optimizer_step(cells: str) -> None:
     for group in flat if cells == "all" else flat[2:]:
         group.advantages.zero_()
     with captured_gradients(made.module) as gradients:
-        metrics = made.update(flat)
+        metrics = made.update(flat).metrics
     moved = any(not torch.equal(tensor, before[name]) for name, tensor in weights(made.module).items())
     if cells == "all":
         assert not moved
@@ -210,9 +209,9 @@ def test_a_degenerate_update_takes_no_optimizer_step(cells: str) -> None:
 def test_the_gradient_is_clipped_to_the_norm_and_reported_unclipped() -> None:
     free, bound = make_trainer(), make_trainer(optimizer={"clip_grad": 1e-3})
     with captured_gradients(free.module) as plain:
-        free_metrics = free.update(tiny_groups())
+        free_metrics = free.update(tiny_groups()).metrics
     with captured_gradients(bound.module) as clipped:
-        metrics = bound.update(tiny_groups())
+        metrics = bound.update(tiny_groups()).metrics
     norm = math.sqrt(sum(tensor.double().square().sum().item() for tensor in plain[0].values()))
     assert norm > 1e-3
     assert free_metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -225,17 +224,17 @@ def test_the_rate_counts_optimizer_steps_across_rollouts() -> None:
     made = make_trainer(updates=2, optimizer={"lr_warmup_iters": 4})
     seen = []
     for seed in range(3):
-        seen.append(made.update(tiny_groups(seed=seed))["train/lr"])
+        seen.append(made.update(tiny_groups(seed=seed)).metrics["train/lr"])
     assert seen == pytest.approx([LR * 2 / 4, LR, LR])
     assert made.optimizer_steps == 6
 
 
 def test_parity_with_the_engine_is_measured() -> None:
     groups = tiny_groups()
-    metrics = make_trainer(updates=2).update(groups)
+    metrics = make_trainer(updates=2).update(groups).metrics
     assert metrics["train/logp_parity_max"] < 1e-5
     groups[1].trajectory.rollout_log_probs[2, 1] += 0.5
-    metrics = make_trainer(updates=2).update(groups)
+    metrics = make_trainer(updates=2).update(groups).metrics
     assert metrics["train/logp_parity_max"] == pytest.approx(0.5, abs=1e-4)
     assert metrics["train/logp_parity_mean"] == pytest.approx(0.5 / 32, abs=1e-5)
 
@@ -244,20 +243,19 @@ def test_a_schedule_off_by_one_shows_in_the_parity() -> None:
     groups = tiny_groups()
     for group in groups:
         group.trajectory.sigmas[:-1] = group.trajectory.sigmas[1:].clone()
-    assert make_trainer().update(groups)["train/logp_parity_mean"] > 5e-3
+    assert make_trainer().update(groups).metrics["train/logp_parity_mean"] > 5e-3
 
 
-def test_the_fingerprint_line(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="relax_sdk"):
-        made = make_trainer(fsdp={"debug_fingerprint": True})
-        before = sum(tensor.double().abs().sum().item() for tensor in weights(made.module).values())
-        made.update(tiny_groups())
-    lines = [record.getMessage() for record in caplog.records]
-    (fingerprint,) = [line for line in lines if line.startswith("[fingerprint]")]
+def test_the_fingerprint_line() -> None:
+    made = make_trainer(fsdp={"debug_fingerprint": True})
+    before = sum(tensor.double().abs().sum().item() for tensor in weights(made.module).values())
+    fingerprint, parity = made.update(tiny_groups()).lines
+    assert fingerprint.startswith("[fingerprint]")
     assert f"{before:.9e}" in fingerprint
-    assert "moved: True" in fingerprint
-    (parity,) = [line for line in lines if line.startswith("[logp parity]")]
+    assert fingerprint.endswith("(moved)")
+    assert parity.startswith("[logp parity]")
     assert parity.endswith("max |rho - 1| 0")
+    assert make_trainer().update(tiny_groups()).lines == ()
 
 
 # --- what must not reach the weights ----------------------------------------------------------------------------------

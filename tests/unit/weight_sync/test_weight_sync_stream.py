@@ -114,9 +114,7 @@ def test_buckets_are_bounded_numbered_and_not_tiny() -> None:
 def test_the_adapter_description_reaches_the_engines() -> None:
     engines, named = FakeEngines(), tensors(2)
     described: dict[str, object] = {"rank": 2, "alpha": 4.0}
-    StreamedSync().run(
-        iter(named.items()), engines, manifest=manifest(named), policy_version=1, adapter=described
-    )
+    StreamedSync().run(iter(named.items()), engines, manifest=manifest(named), policy_version=1, adapter=described)
     assert engines.adapters == [described]
 
 
@@ -256,9 +254,7 @@ def test_one_engine_that_refuses_takes_the_other_back() -> None:
 
     engines[1].commit_sync = refuse  # type: ignore[method-assign]
     with pytest.raises(WeightSyncError, match="engine 1 refuses"):
-        StreamedSync().run(
-            iter(view), call_all(engines), manifest=view.manifest, policy_version=1, adapter=None
-        )
+        StreamedSync().run(iter(view), call_all(engines), manifest=view.manifest, policy_version=1, adapter=None)
     for engine in engines:
         assert engine.policy_version == 0
         assert torch.equal(engine.generate([request])[0].trajectory_latents, before)

@@ -12,7 +12,7 @@ class _Brightness:
     components: tuple[str, ...] = ("brightness",)
     required_tracks: tuple[str, ...] = ("image",)
 
-    def __init__(self, *, model_path: str, device: str) -> None:
+    def __init__(self, *, model_path: str | None, device: str) -> None:
         self.device = device
 
     def values(self, batch: RewardBatch) -> list[float]:
