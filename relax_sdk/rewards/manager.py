@@ -42,6 +42,7 @@ class RewardManager:
         required_components: ``--reward-required-components``.
         component_weights: ``--reward-component-weights``, for combining advantages.
         name: the reward's name, for messages; the class name by default.
+        where: what implements it, for messages; the class of ``scorer`` by default.
 
     Raises:
         ConfigError: a required or weighted component that the scorer does not have, a required one without a weight,
@@ -55,11 +56,13 @@ class RewardManager:
         required_components: Sequence[str],
         component_weights: Mapping[str, float],
         name: str | None = None,
+        where: str | None = None,
     ) -> None:
         self.scorer = scorer
         self.required_components = tuple(required_components)
         self.component_weights = dict(component_weights)
         self.name = name or type(scorer).__name__
+        self._where = where or f"{type(scorer).__module__}:{type(scorer).__qualname__}"
         for flag, components in (
             ("--reward-required-components", self.required_components),
             ("--reward-component-weights", tuple(self.component_weights)),
@@ -150,8 +153,5 @@ class RewardManager:
 
     def _error(self, what: str, *, expected: str | None = None, nearest: str | None = None) -> RewardError:
         return RewardError(
-            f"reward {self.name!r} {what}", where=f"scorer {self._scorer_class()}", expected=expected, nearest=nearest
+            f"reward {self.name!r} {what}", where=f"scorer {self._where}", expected=expected, nearest=nearest
         )
-
-    def _scorer_class(self) -> str:
-        return f"{type(self.scorer).__module__}:{type(self.scorer).__qualname__}"

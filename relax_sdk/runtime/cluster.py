@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from relax_sdk.config import RunConfig
 from relax_sdk.errors import ConfigError, RunError
 from relax_sdk.protocols import GenerativeModelAdapter, SyncReport
-from relax_sdk.registry import ModelSpec, Registry
+from relax_sdk.registry import ModelSpec, Registry, RewardSpec
 from relax_sdk.runtime.actor_role import ActorRole, SyncPlan
 from relax_sdk.runtime.calls import wait_all
 from relax_sdk.runtime.fleet import RolloutFleet
@@ -72,11 +72,19 @@ class Cluster:
         actor: the training ranks.
         rows: the driver's end of TransferQueue.
         adapter: the driver's own instance of the model family.
+        reward: the scorer's spec.
     """
 
     def __init__(
-        self, *, fleet: RolloutFleet, actor: ActorGroup, rows: RowQueue, adapter: GenerativeModelAdapter
+        self,
+        *,
+        fleet: RolloutFleet,
+        actor: ActorGroup,
+        rows: RowQueue,
+        adapter: GenerativeModelAdapter,
+        reward: RewardSpec,
     ) -> None:
+        self.reward = reward
         self.adapter = adapter
         self.fleet = fleet
         self.actor = actor
@@ -134,6 +142,7 @@ def open_cluster(config: RunConfig, registry: Registry, *, on_phase: Callable[[s
             actor=ActorGroup(ranks, timeout_s=float(config.backend.collective_timeout_s)),
             rows=rows,
             adapter=registry.model(str(config.model.model_adapter_path)).load()(),
+            reward=registry.reward(str(config.reward.scorer_path)),
         )
 
 

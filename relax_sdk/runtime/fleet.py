@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 
+from relax_sdk.errors import RewardError
 from relax_sdk.protocols import RewardBatch, RewardScores, RolloutRequest, RolloutResponse
 from relax_sdk.runtime.calls import wait_all
 
@@ -67,8 +68,15 @@ class RolloutFleet:
             names.append(self._names()[worker])
         parts: list[RewardScores] = wait_all(calls, what="scoring", names=names, timeout_s=self._timeout_s)
         merged: dict[str, tuple[float, ...]] = {}
-        for part_scores in parts:
+        for index, part_scores in enumerate(parts):
+            first = index * self._score_rows
+            rows_of_part = min(self._score_rows, count - first)
             for name, values in part_scores.components.items():
+                # Here, because a row too few in one part and one too many in the next would shift the rows between.
+                if len(values) != rows_of_part:
+                    raise RewardError(
+                        f"returned {len(values)} values of {name!r} for {rows_of_part} rows", where=names[index]
+                    )
                 merged[name] = merged.get(name, ()) + values
         return RewardScores(components=merged, truncated_prompts=sum(part.truncated_prompts for part in parts))
 

@@ -137,6 +137,8 @@ def _context(
         cluster.fleet,
         required_components=tuple(config.reward.required_components or cluster.fleet.components),
         component_weights=config.reward.component_weights or {},
+        name=cluster.reward.name,
+        where=cluster.reward.import_string,
     )
     return StepContext(
         config=config,

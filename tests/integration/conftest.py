@@ -24,11 +24,3 @@ def mark() -> Iterator[str]:
 def train(tmp_path: Path, mark: str) -> Callable[..., Run]:
     """`relax-sdk train` on the small geometry."""
     return lambda *arguments, name="run": run_train(*arguments, run_dir=tmp_path / name, mark=mark)
-
-
-@pytest.fixture
-def held_out(tmp_path: Path) -> tuple[str, ...]:
-    """Flags for a held-out set of three prompts."""
-    path = tmp_path / "held_out.txt"
-    path.write_text("a small red circle on white\na big blue square on black\na green triangle on gray\n")
-    return ("--eval-prompt-data", "few", str(path))

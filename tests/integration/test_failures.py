@@ -24,6 +24,7 @@ def test_a_reward_that_cannot_train(train: Train, mark: str, scorer: str, expect
                 "--reward-required-components", '["brightness"]')  # fmt: skip
     assert run.code == 1
     assert expected in run.stderr
+    assert f"reward 'scorers:{scorer}'" in run.stderr
     assert "Traceback" not in run.stderr
     assert run.stderr.count("error:") == 1
     assert processes_of(mark) == []

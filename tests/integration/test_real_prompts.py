@@ -21,26 +21,25 @@ WRITTEN_HERE = (
     "  two  spaces   and a tab\tinside ",
     "cafe\u0301 with a combining accent",
 )
-"""Extra prompt files, e.g. a benchmark's own, separated by the system's path separator."""
-EXTRA = "RELAX_TEST_PROMPT_FILES"
+EXTRA = "TEST_PROMPT_FILES"
+"""Further prompt files, e.g. a benchmark's own, separated by the system's path separator."""
 FILES = [Path(name) for name in os.environ.get(EXTRA, "").split(os.pathsep) if name]
 
 
-def check(run: Run) -> None:
+def prompt_files() -> list[Path | None]:
+    """The prompts above (None), and every given file."""
+    return [None, *FILES]
+
+
+@pytest.mark.parametrize("given", prompt_files(), ids=lambda path: path.stem if path else "many_scripts")
+def test_a_round_and_an_update(train: Train, tmp_path: Path, given: Path | None) -> None:
+    path = given or tmp_path / "prompts.txt"
+    if given is None:
+        path.write_text("\n".join(WRITTEN_HERE) + "\n", encoding="utf-8")
+    run = train("--prompt-data", str(path), "--rollout-batch-size", "4")
     assert run.code == 0, run.stderr
+    assert run.series("reward/num_groups") == [4, 4]
     assert run.series("train/optimizer_steps") == [2.0, 4.0]
     assert run.series("train/first_update_ratio_max_deviation") == [0.0, 0.0]
-
-
-def test_prompts_in_many_scripts(train: Train, tmp_path: Path) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_text("\n".join(WRITTEN_HERE) + "\n", encoding="utf-8")
-    run = train("--prompt-data", str(path), "--rollout-batch-size", "4")
-    check(run)
-    assert sum(run.series("reward/truncated_prompts")) >= 1  # the poster has more than CLIP's 77 tokens
-    assert run.series("reward/num_groups") == [4, 4]
-
-
-@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
-def test_a_given_prompt_file(train: Train, path: Path) -> None:
-    check(train("--prompt-data", str(path), "--rollout-batch-size", "8"))
+    if given is None:
+        assert sum(run.series("reward/truncated_prompts")) >= 1  # the poster has more than CLIP's 77 tokens

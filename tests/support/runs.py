@@ -11,7 +11,7 @@ from pathlib import Path
 from relax_sdk.metrics import read_metrics
 
 HERE = Path(__file__).parent
-MARK = "RELAX_TEST_MARK"
+MARK = "TEST_RUN_MARK"
 TIMEOUT_S = 280
 
 SMALL = (
@@ -20,6 +20,9 @@ SMALL = (
     "--rollout-batch-size", "2",
     "--n-samples-per-prompt", "4",
     "--micro-batch-size", "2",
+    "--resource", '{"actor": [1, 1], "rollout": [1, 1]}',
+    "--eval-prompt-data", "few", str(HERE / "held_out.txt"),
+    "--n-samples-per-eval-prompt", "1",
 )  # fmt: skip
 
 

@@ -24,19 +24,20 @@ class _Brightness:
 
 
 class NanScorer(_Brightness):
-    """The fourth image of a rollout has no score."""
+    """The fourth image of a rollout has no score; the shorter evaluation passes."""
 
     def score(self, batch: RewardBatch) -> RewardScores:
         values = self.values(batch)
-        values[3] = math.nan
+        if len(values) > 3:
+            values[3] = math.nan
         return RewardScores(components={"brightness": tuple(values)})
 
 
 class ShortScorer(_Brightness):
-    """One score too few."""
+    """One score too few for a rollout; the shorter evaluation passes."""
 
     def score(self, batch: RewardBatch) -> RewardScores:
-        return RewardScores(components={"brightness": tuple(self.values(batch)[:-1])})
+        return RewardScores(components={"brightness": tuple(self.values(batch)[:7])})
 
 
 class ConstantScorer(_Brightness):
