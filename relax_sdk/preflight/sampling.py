@@ -82,7 +82,27 @@ def family_can_sample(situation: Situation) -> Iterator[str]:
             yield f"--sampling-config: {text}"
 
 
+def embedded_engine_follows_the_driver(situation: Situation) -> Iterator[str]:
+    """The engine ``local`` has no schedule and no start noise of its own."""
+    if situation.config.rollout.rollout_engine != "local":
+        return
+    for key in ("driver_sigmas", "driver_xt"):
+        if not getattr(situation.sampling, key):
+            yield f"{situation.given_sampling(key)}: expected true; the engine 'local' takes both from the driver"
+
+
+def clamp_is_the_engines(situation: Situation) -> Iterator[str]:
+    """At sigma = 1 sampler and replay use the schedule's second sigma; another clamp would have no effect."""
+    if situation.sampling.sigma_max != SamplingConfig.model_fields["sigma_max"].default:
+        yield (
+            f"{situation.given_sampling('sigma_max')}: leave it out; at sigma = 1 engines clamp to the second sigma of "
+            "the schedule, and replay follows them"
+        )
+
+
 RULES: tuple[Rule, ...] = (
+    embedded_engine_follows_the_driver,
+    clamp_is_the_engines,
     guidance_is_off,
     steps_are_trained,
     first_step_is_singular,

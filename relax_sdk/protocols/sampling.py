@@ -30,7 +30,7 @@ class SamplingConfig(Record):
     guidance_scale: float = Field(1.0, description="Must be 1.0: replay runs one conditional forward, no CFG.")
     eta: float = Field(0.7, gt=0, description="SDE noise level, used for sampling and for replay alike.")
     sigma_max: float = Field(
-        0.99, gt=0, lt=1, description="The seed's clamp at sigma = 1; kept for its configurations, see SDE step 0."
+        0.99, gt=0, lt=1, description="Only 0.99: sampler and replay clamp sigma = 1 to the schedule's second value."
     )
     sde_type: SdeType = Field("sde", description="Transition of the trained steps: sde, dance or cps.")
     driver_sigmas: bool = Field(True, description="Send the driver's own sigma schedule instead of the engine's.")

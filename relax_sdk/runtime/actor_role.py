@@ -97,7 +97,8 @@ class ActorRole:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         dist.init_process_group(
-            "nccl" if self._device.type == "cuda" else "gloo",
+            # gloo beside NCCL: with CPU offload the gradient norm is reduced over host tensors.
+            "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
             init_method=address,
             rank=self._rank,
             world_size=self._world,
