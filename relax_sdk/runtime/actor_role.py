@@ -81,7 +81,8 @@ class ActorRole:
         self._settings, self._sync = settings, sync
         self._run_name, self._timeout_s = run_name, timeout_s
         self._adapter = model.load()()
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # Ray shows a rank its own device only, so it is number 0.
+        self._device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self._trainer: Trainer | None = None
         self._rows: RowQueue | None = None
 
