@@ -3,7 +3,8 @@
     python benchmarks/demo.py
 
 starts ``relax-sdk train --plugin qwen_image`` in this environment, notes when its first rollout line and its end
-come, and writes ``benchmarks/results/demo.json`` with the hardware, the date and the held-out result.
+come, and writes ``benchmarks/results/demo.json`` with the hardware, the date and the held-out result, and the two
+pictures that the README shows.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from relax_sdk.files import write_text_atomically
 from relax_sdk.metrics import read_metrics
 
 RESULTS = Path(__file__).parent / "results"
+PICTURES = Path(__file__).parents[1] / "docs" / "images"
 TIMEOUT_S = 1800
 
 
@@ -55,12 +57,14 @@ def run(run_dir: Path) -> dict[str, float]:
 
 def main() -> None:
     """Run, measure, write."""
+    for target in (RESULTS, PICTURES):
+        target.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp())
     try:
         figures = run(folder / "run")
         records = read_metrics(folder / "run" / "metrics.jsonl")
         for name in ("samples.png", "curve.png"):
-            shutil.copy(folder / "run" / name, RESULTS / f"demo_{name}")
+            shutil.copy(folder / "run" / name, PICTURES / name)
     finally:
         shutil.rmtree(folder)
     steps = [record for record in records if "train/loss" in record]

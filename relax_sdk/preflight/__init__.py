@@ -5,6 +5,6 @@ Left out: whether a single value fits its field (`relax_sdk.config`), and whethe
 """
 
 from relax_sdk.preflight.check import check
-from relax_sdk.preflight.doctor import Finding, doctor
+from relax_sdk.preflight.doctor import Finding, available_cores, doctor
 
-__all__ = ["Finding", "check", "doctor"]
+__all__ = ["Finding", "available_cores", "check", "doctor"]

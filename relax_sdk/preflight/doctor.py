@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
@@ -95,6 +96,13 @@ def _gpus() -> Finding:
         reason = (done.stdout + done.stderr).strip().splitlines()
         return Finding("gpu", "warn", reason[0] if reason else "nvidia-smi lists no GPU", "check the driver")
     return Finding("gpu", "ok", f"{len(names)} x {names[0]}" if len(set(names)) == 1 else "; ".join(names))
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity, or its container's quota when that is less; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_cores()
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 def _cores() -> Finding:

@@ -150,6 +150,8 @@ class LocalEngine:
 
     def begin_sync(self, manifest: FullWeightManifest, adapter: dict[str, object] | None = None) -> None:
         """Open a sync; a LoRA sync wraps the layers the first time. See `RolloutEngine.begin_sync`."""
+        # First, so that an abort after a refusal below does not undo the sync before this one.
+        self._manifest, self._staged, self._before = None, {}, None
         if (manifest.mode == "adapter") != (adapter is not None):
             raise WeightSyncError(f"a sync in mode {manifest.mode!r} came with adapter={adapter!r}")
         if manifest.mode == "full" and self._adapter_config is not None:
@@ -163,7 +165,7 @@ class LocalEngine:
                 self._adapter_config = adapter
             elif self._adapter_config != adapter:
                 raise WeightSyncError(f"the adapter changed from {self._adapter_config} to {adapter}")
-        self._manifest, self._staged, self._before = manifest, {}, None
+        self._manifest = manifest
 
     def receive(self, bucket: WeightBucket) -> None:
         """Stage one bucket; see `RolloutEngine.receive`."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from relax_sdk.errors import RelaxError, TrainingError, WeightSyncError
-from relax_sdk.protocols import SyncReport, TrainRow
+from relax_sdk.protocols import FullWeightManifest, SyncReport, TrainRow
 from relax_sdk.registry import ModelSpec, WeightSyncSpec
 from relax_sdk.rollout import read_sidecar
 from relax_sdk.runtime.calls import wait_all
@@ -51,6 +52,24 @@ class SyncPlan:
         self.target_modules = tuple(target_modules)
 
 
+class _Draw:
+    """Draws from an iterable and remembers whether it came to its end."""
+
+    def __init__(self, source: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._iterator = iter(source)
+        self.finished = False
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self.finished = True
+            raise
+
+
 class ActorRole:
     """Runs inside a Ray actor, one per rank.
 
@@ -61,6 +80,7 @@ class ActorRole:
         sync: how weights travel.
         run_name: the run's rows in TransferQueue.
         timeout_s: of every collective and engine call.
+        device: ``"cuda"`` or ``"cpu"``.
         threads: CPU threads of this process.
     """
 
@@ -74,15 +94,17 @@ class ActorRole:
         sync: SyncPlan,
         run_name: str,
         timeout_s: float,
+        device: str,
         threads: int,
     ) -> None:
         torch.set_num_threads(threads)
         self._rank, self._world = rank, world
         self._settings, self._sync = settings, sync
         self._run_name, self._timeout_s = run_name, timeout_s
-        self._adapter = model.load()()
+        self._model = model
         # Ray shows a rank its own device only, so it is number 0.
-        self._device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self._device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        self._adapter: Any = None
         self._trainer: Trainer | None = None
         self._rows: RowQueue | None = None
 
@@ -94,7 +116,8 @@ class ActorRole:
         return f"tcp://{ray.util.get_node_ip_address()}:{port}"
 
     def start(self, address: str) -> None:
-        """Join the process group and load the model."""
+        """Join the process group and load the model; errors of either arrive whole, as a constructor's would not."""
+        self._adapter = self._model.load()()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         dist.init_process_group(
@@ -115,12 +138,28 @@ class ActorRole:
         """Take the rollout's rows, read its sidecars, train; see `Trainer.update`."""
         trainer, rows = self._ready()
         taken = rows.take(rollout_id, groups=groups, candidates=candidates)
-        return trainer.update(
+        report = trainer.update(
             [
                 self._group(taken[start : start + candidates], trainer.policy_version)
                 for start in range(0, len(taken), candidates)
             ]
         )
+        return dataclasses.replace(report, metrics=report.metrics | self._memory())
+
+    def _memory(self) -> dict[str, float]:
+        """``perf/mem_*`` of the worst rank, in 10^9 bytes; nothing on a CPU."""
+        if self._device.type != "cuda":
+            return {}
+        bytes_ = [
+            torch.cuda.memory_allocated(self._device),
+            torch.cuda.memory_reserved(self._device),
+            torch.cuda.max_memory_allocated(self._device),
+        ]
+        worst = torch.tensor(bytes_, dtype=torch.float64, device=self._device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        names = ("perf/mem_allocated_gb", "perf/mem_reserved_gb", "perf/mem_peak_gb")
+        return dict(zip(names, (worst / 1e9).tolist(), strict=True))
 
     def sync(self, engines: Sequence[Any], policy_version: int) -> SyncReport:
         """Send the weights to every engine; rank 0 talks, every rank joins the gathers.
@@ -138,12 +177,16 @@ class ActorRole:
             lora_rank=lora.rank,
             lora_alpha=lora.alpha or float(lora.rank),
         )
+        outcome: SyncReport | WeightSyncError | None = None
         if self._rank == 0:
-            outcome = self._transact(weights, engines, policy_version)
+            gathered = _Draw(weights)
+            outcome = self._transact(weights.manifest, gathered, engines, policy_version)
+            if isinstance(outcome, WeightSyncError) and not gathered.finished:
+                # The other ranks are still inside a gather and would not meet the broadcast below.
+                raise outcome
         else:
             for _ in weights:
                 pass
-            outcome = None
         box: list[Any] = [outcome]
         dist.broadcast_object_list(box, src=0)
         if isinstance(box[0], RelaxError):
@@ -153,7 +196,7 @@ class ActorRole:
         return report
 
     def _transact(
-        self, weights: WireWeights, engines: Sequence[Any], policy_version: int
+        self, manifest: FullWeightManifest, gathered: _Draw, engines: Sequence[Any], policy_version: int
     ) -> SyncReport | WeightSyncError:
         def call(method: str, *args: Any) -> list[Any]:
             shared = [ray.put(arg) for arg in args]
@@ -175,7 +218,7 @@ class ActorRole:
         sync_class: Any = self._sync.spec.load()
         try:
             report: SyncReport = sync_class(bucket_size_mb=self._sync.bucket_size_mb).run(
-                iter(weights), call, manifest=weights.manifest, policy_version=policy_version, adapter=adapter
+                gathered, call, manifest=manifest, policy_version=policy_version, adapter=adapter
             )
         except WeightSyncError as error:
             return error

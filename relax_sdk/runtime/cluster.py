@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from relax_sdk.config import RunConfig
 from relax_sdk.errors import ConfigError, RunError
+from relax_sdk.preflight import available_cores
 from relax_sdk.protocols import GenerativeModelAdapter, SyncReport
 from relax_sdk.registry import ModelSpec, Registry, RewardSpec
 from relax_sdk.runtime.actor_role import ActorRole, SyncPlan
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 1800.0
 _PLACEMENT_TIMEOUT_S = 120.0
+_CALL_FACTOR = 12
+"""A whole wave, scoring or update may take this many times the longest wait inside it, --collective-timeout-s."""
 
 
 class ActorGroup:
@@ -109,12 +112,14 @@ def open_cluster(config: RunConfig, registry: Registry, *, on_phase: Callable[[s
         stack.callback(ray.shutdown)
         owned = _start_ray(config)
         use_gpu = _use_gpu(config, owned=owned)
+        on_phase(f"placing roles on {'CUDA' if use_gpu else 'the CPU'}")
         group = _place(config, use_gpu=use_gpu)
         stack.callback(remove_placement_group, group)
         on_phase("loading models")
         engines, ranks = _create_roles(config, registry, group, use_gpu=use_gpu)
         # Killed before Ray goes down: a role that is stuck in a collective would otherwise delay it.
         stack.callback(_kill, [*engines, *ranks])
+        stack.push(lambda kind, *_: _stop(engines, timeout_s=20.0 if kind is None else 3.0))
         started = [engine.start.remote() for engine in engines]
         address = wait_all(
             [ranks[0].master_address.remote()],
@@ -133,17 +138,20 @@ def open_cluster(config: RunConfig, registry: Registry, *, on_phase: Callable[[s
             engines,
             components=components,
             required_tracks=tracks,
-            timeout_s=float(config.backend.collective_timeout_s),
+            timeout_s=_whole_call(config),
             score_rows=config.reward.batch_size,
         )
-        stack.callback(fleet.shutdown)
         yield Cluster(
             fleet=fleet,
-            actor=ActorGroup(ranks, timeout_s=float(config.backend.collective_timeout_s)),
+            actor=ActorGroup(ranks, timeout_s=_whole_call(config)),
             rows=rows,
             adapter=registry.model(str(config.model.model_adapter_path)).load()(),
             reward=registry.reward(str(config.reward.scorer_path)),
         )
+
+
+def _whole_call(config: RunConfig) -> float:
+    return float(_CALL_FACTOR * config.backend.collective_timeout_s)
 
 
 def _start_ray(config: RunConfig) -> bool:
@@ -161,7 +169,7 @@ def _start_ray(config: RunConfig) -> bool:
         ray.init(address=address, **options)
         return False
     # Roles hold fractions of a CPU; the rest lets TransferQueue's actors be scheduled beside them.
-    cpus = max(os.cpu_count() or 1, 2 * config.actor_world + 2)
+    cpus = max(available_cores(), 2 * config.actor_world + 2)
     # Ray gives its workers a low priority by default; beside any other busy process the roles, which meet at thread
     # barriers all the time, would then run ten times slower.
     options["_system_config"] = {"worker_niceness": 0}
@@ -175,6 +183,9 @@ def _use_gpu(config: RunConfig, *, owned: bool) -> bool:
     if available == 0:
         return False
     if owned and torch.cuda.device_count() == 0:
+        return False
+    if available < config.actor_world and config.provenance.get("backend.resource", "").startswith("preset"):
+        # The user did not ask for these devices: a preset that fits a CPU runs there.
         return False
     if available < config.actor_world:
         raise ConfigError(
@@ -201,7 +212,8 @@ def _place(config: RunConfig, *, use_gpu: bool) -> Any:
 
 def _create_roles(config: RunConfig, registry: Registry, group: Any, *, use_gpu: bool) -> tuple[list[Any], list[Any]]:
     world = config.actor_world
-    threads = max(1, (os.cpu_count() or 1) // world)
+    threads = max(1, available_cores() // world)
+    device = "cuda" if use_gpu else "cpu"
 
     def remote(role: type, bundle: int) -> Any:
         # Half a bundle each: engine and rank of one bundle share its device in turns.
@@ -225,6 +237,7 @@ def _create_roles(config: RunConfig, registry: Registry, group: Any, *, use_gpu:
             reward_model_path=config.reward.model_path,
             reward_runtime=config.reward.runtime,
             engine_dtype=config.rollout.rollout_engine_dtype,
+            device=device,
             threads=threads,
         )
         for index in range(config.rollout_devices // config.rollout.rollout_num_gpus_per_engine)
@@ -238,6 +251,7 @@ def _create_roles(config: RunConfig, registry: Registry, group: Any, *, use_gpu:
             sync=_sync_plan(config, registry, model),
             run_name=config.run_dir.name,
             timeout_s=float(config.backend.collective_timeout_s),
+            device=device,
             threads=threads,
         )
         for rank in range(world)
@@ -266,6 +280,11 @@ def _sync_plan(config: RunConfig, registry: Registry, model: ModelSpec) -> SyncP
         bucket_size_mb=config.weight_sync.bucket_size_mb,
         target_modules=config.lora.target_modules or model.load().lora_target_modules,
     )
+
+
+def _stop(engines: Sequence[Any], *, timeout_s: float) -> None:
+    """Let every engine stop what it started; one that does not answer in time is killed with its role."""
+    ray.wait([engine.shutdown.remote() for engine in engines], num_returns=len(engines), timeout=timeout_s)
 
 
 def _kill(actors: Sequence[Any]) -> None:

@@ -81,7 +81,7 @@ class Evaluator:
         per_prompt = {name: self._per_prompt(values) for name, values in scores.components.items()}
         metrics = {"perf/eval_time": timer.seconds["eval"]} | self._means(scores.components)
         differences = {}
-        if self.baseline is not None:
+        if self.baseline is not None and len(self.prompts) > 1:  # one pair has no standard error
             differences = {
                 name: paired_difference(self.baseline.per_prompt[name], values) for name, values in per_prompt.items()
             }

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-
 from relax_sdk.errors import RewardError
 from relax_sdk.protocols import RewardBatch, RewardScores, RolloutRequest, RolloutResponse
 from relax_sdk.runtime.calls import wait_all
@@ -79,10 +77,6 @@ class RolloutFleet:
                     )
                 merged[name] = merged.get(name, ()) + values
         return RewardScores(components=merged, truncated_prompts=sum(part.truncated_prompts for part in parts))
-
-    def shutdown(self, *, timeout_s: float = 20.0) -> None:
-        """Ask every engine to stop what it started; what does not answer in time is killed with its role."""
-        ray.wait([worker.shutdown.remote() for worker in self.workers], num_returns=self.size, timeout=timeout_s)
 
     def _names(self) -> list[str]:
         return [f"rollout engine {index}" for index in range(self.size)]

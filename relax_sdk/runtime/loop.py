@@ -136,7 +136,7 @@ def _context(
     rewards = RewardManager(
         cluster.fleet,
         required_components=tuple(config.reward.required_components or cluster.fleet.components),
-        component_weights=config.reward.component_weights or {},
+        component_weights=config.reward.component_weights or dict.fromkeys(cluster.fleet.components, 1.0),
         name=cluster.reward.name,
         where=cluster.reward.import_string,
     )
@@ -183,13 +183,18 @@ def _scheduler_config(config: RunConfig) -> dict[str, object]:
 
 
 def _new_run_dir(config: RunConfig) -> Path:
-    """Create the run's folder; one that already holds a run is refused, so that no run overwrites another."""
-    if (config.run_dir / "recipe.json").exists():
+    """Create the run's folder. Folders that hold another run's files are refused: nothing is mixed or pruned."""
+    run_dir, artifacts = config.run_dir, config.artifact_root / config.model.generation_task
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        used = next((path for path in (run_dir, artifacts) if path.is_dir() and any(path.iterdir())), None)
+    except OSError as error:
+        raise ConfigError(f"cannot use the run folder: {error.strerror}", where=str(run_dir)) from error
+    if used is not None:
         raise ConfigError(
-            f"{str(config.run_dir)!r} already holds a run", where="--run-dir", expected="a new or an empty folder"
+            f"{str(used)!r} is not empty", where="--run-dir, --artifact-root", expected="a new or an empty folder"
         )
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    return config.run_dir
+    return run_dir
 
 
 def _batch_size(config: RunConfig) -> int:

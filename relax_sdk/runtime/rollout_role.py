@@ -26,6 +26,7 @@ class RolloutRole:
         reward_model_path: the scorer's model.
         reward_runtime: ``"colocate"`` scores on this role's device, ``"cpu"`` on the CPU.
         engine_dtype: ``"bf16"`` or ``"fp32"``.
+        device: ``"cuda"`` or ``"cpu"``.
         threads: CPU threads of this process.
     """
 
@@ -40,28 +41,28 @@ class RolloutRole:
         reward_model_path: str | None,
         reward_runtime: str,
         engine_dtype: str,
+        device: str,
         threads: int,
     ) -> None:
         torch.set_num_threads(threads)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        engine_class: Any = engine.load()
-        self._engine: Any = engine_class(
-            adapter=model.load()(),
-            model_path=model_path,
-            revision=model_revision,
-            device=device,
-            dtype=TORCH_DTYPES[engine_dtype],
-        )
+        self._engine_spec, self._model = engine, model
+        self._pipeline = {"model_path": model_path, "revision": model_revision}
+        self._dtype = TORCH_DTYPES[engine_dtype]
         self._reward, self._reward_model_path = reward, reward_model_path
         self._reward_runtime, self._device = reward_runtime, device
+        self._engine: Any = None
         self._scorer: Any = None
 
     def start(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Load engine and scorer.
+        """Load engine and scorer; here and not in the constructor, whose errors Ray does not hand on whole.
 
         Returns:
             The scorer's component names, and the media tracks that it reads.
         """
+        engine_class: Any = self._engine_spec.load()
+        self._engine = engine_class(
+            adapter=self._model.load()(), device=self._device, dtype=self._dtype, **self._pipeline
+        )
         self._engine.start()
         self._scorer = build_scorer(
             self._reward, model_path=self._reward_model_path, runtime=self._reward_runtime, device=self._device
@@ -78,9 +79,10 @@ class RolloutRole:
         return scores
 
     def call_engine(self, method: str, *args: Any) -> Any:
-        """Run a sync or memory method of the engine."""
+        """Run a weight sync method of the engine."""
         return getattr(self._engine, method)(*args)
 
     def shutdown(self) -> None:
         """Stop what the engine started."""
-        self._engine.shutdown()
+        if self._engine is not None:
+            self._engine.shutdown()

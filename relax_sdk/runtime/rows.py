@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import ray
 import torch
 
 # A row is a few numbers; the library's default of 8 threads only makes it warn on smaller machines. Read at import.
@@ -31,7 +32,7 @@ class RowQueue:
     """One run's rows. The process that starts the queue also closes it; others attach.
 
     Args:
-        run_name: separates the runs of one cluster.
+        run_name: part of every partition's name.
         start: start the queue's actors (driver), or attach to them (ranks).
     """
 
@@ -39,6 +40,13 @@ class RowQueue:
         self._run_name = run_name
         self._owner = start
         conf = OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}) if start else None
+        if start and _queue_exists():
+            raise RunError(
+                "this Ray cluster already runs a TransferQueue, which serves one run at a time",
+                where="RAY_ADDRESS",
+                expected="a cluster without another run",
+                next_step="wait for the other run to end, or unset RAY_ADDRESS to start a cluster of your own",
+            )
         transfer_queue.init(conf)
 
     def put(self, rows: Sequence[TrainRow]) -> None:
@@ -120,6 +128,14 @@ class RowQueue:
 
     def _partition(self, rollout_id: int) -> str:
         return f"{self._run_name}/rollout_{rollout_id:07d}"
+
+
+def _queue_exists() -> bool:
+    try:
+        ray.get_actor("TransferQueueController", namespace="transfer_queue")
+    except ValueError:
+        return False
+    return True
 
 
 def _key(group: int, slot: int) -> str:

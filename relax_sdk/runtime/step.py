@@ -55,7 +55,7 @@ def run_step(context: StepContext, rollout_id: int, policy_version: int) -> dict
         )
     with timer("reward"):
         rewards = context.rewards.score(batch.reward_batch(), group_size=config.group_size)
-    scores, weights = rewards.scores, config.reward.component_weights or {}
+    scores, weights = rewards.scores, context.rewards.component_weights
     advantages = combined_advantages(scores, weights, group_size=config.group_size, std_mode=config.std_mode)
     with timer("train"):
         queue.put(train_rows(batch, scores, advantages))
@@ -67,11 +67,13 @@ def run_step(context: StepContext, rollout_id: int, policy_version: int) -> dict
         context.line(line)
     metrics = update.metrics | reward_statistics(scores, advantages, weights, group_size=config.group_size)
     metrics |= rewards.metrics()
-    images = torch.cat([group.media["image"] for group in batch.groups if "image" in group.media])
-    metrics |= {f"image/{name}_mean": value for name, value in image_statistics(images).items()}
+    images = [group.media["image"] for group in batch.groups if "image" in group.media]
+    if images:
+        metrics |= {f"image/{name}_mean": value for name, value in image_statistics(torch.cat(images)).items()}
     metrics |= timer.metrics()
     metrics |= {
         "train/policy_version": float(report.policy_version),
+        "train/weight_sync_failures": 0.0,  # a failed sync ends the run
         "train/weight_sync_tensors": float(report.manifest.tensors),
         "train/weight_sync_gb": report.manifest.bytes / 1e9,
         "data/truncated_prompts": float(batch.truncated_prompts()),

@@ -14,7 +14,7 @@ __all__ = ["UpdateStatistics"]
 
 
 class UpdateStatistics:
-    """Collects on the device, so that a micro-batch costs no host synchronisation.
+    """Collects on the device; only `reduce` brings the numbers to the host.
 
     Args:
         device: the rank's device.

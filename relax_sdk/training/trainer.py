@@ -132,8 +132,9 @@ class Trainer:
             num_updates=grpo.num_updates_per_batch,
         )
         self._check_aligned(updates)
-        anchors = [[self._anchor(groups, micro) for micro in update] for update in updates]
+        # Before the anchors: their forwards may leave parameters gathered, which would be counted on every rank.
         before = self._fingerprint() if self._settings.fsdp.debug_fingerprint else 0.0
+        anchors = [[self._anchor(groups, micro) for micro in update] for update in updates]
         statistics = UpdateStatistics(self._device)
         statistics.add_parity(self._parity(groups, updates, anchors))
         for index, (update, frozen) in enumerate(zip(updates, anchors, strict=True)):

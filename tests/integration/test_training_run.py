@@ -68,8 +68,9 @@ def test_two_ranks_train_as_one(train: Train) -> None:
     one = train(name="one")
     two = train("--resource", '{"actor": [1, 2], "rollout": [1, 2]}', name="two")
     assert (one.code, two.code) == (0, 0), one.stderr + two.stderr
-    # The loss is a mean of terms of the size of an advantage, about 1, that all but cancel: 1e-4 of that size.
-    assert two.series("train/loss") == pytest.approx(one.series("train/loss"), abs=1e-4)
+    # The loss is a mean of terms of the size of an advantage, about 1, that all but cancel; it is compared to float32's
+    # rounding of those terms.
+    assert two.series("train/loss") == pytest.approx(one.series("train/loss"), abs=3e-7)
     assert two.series("train/grad_norm") == pytest.approx(one.series("train/grad_norm"), rel=1e-4)
     # The second rollout is sampled with the updated weights. AdamW's first steps are close to the sign of each gradient
     # element, so rounding decides where one is nearly 0; the unit tests compare the weights themselves.

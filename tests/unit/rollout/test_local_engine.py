@@ -414,3 +414,9 @@ def test_abort_undoes_the_current_sync_only() -> None:
     target.abort_sync()
     assert target.policy_version == 1
     assert torch.equal(images(target), after)
+    # A sync that is refused at once must not take the one before it along.
+    with pytest.raises(WeightSyncError):
+        target.begin_sync(manifest(new_weights(4)), LORA)
+    target.abort_sync()
+    assert target.policy_version == 1
+    assert torch.equal(images(target), after)

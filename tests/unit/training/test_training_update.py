@@ -258,6 +258,14 @@ def test_the_fingerprint_line() -> None:
     assert make_trainer().update(tiny_groups()).lines == ()
 
 
+def test_the_fingerprint_does_not_count_gathered_copies() -> None:
+    """Kept gathered, in another dtype, without a step: the weights have not moved."""
+    kept = {"debug_fingerprint": True, "reshard_after_forward": False, "param_dtype": "bf16", "master_dtype": "fp32"}
+    groups = [dataclasses.replace(group, advantages=torch.zeros(4, dtype=torch.float64)) for group in tiny_groups()]
+    fingerprint, _ = make_trainer(fsdp=kept).update(groups).lines
+    assert fingerprint.endswith("(NOT moved)")
+
+
 # --- what must not reach the weights ----------------------------------------------------------------------------------
 
 
