@@ -22,6 +22,7 @@ from relax_sdk.config.sections import (
     SamplingSection,
     WeightSyncSection,
 )
+from relax_sdk.config.sources import origin
 
 __all__ = [
     "ArtifactSection",
@@ -41,5 +42,6 @@ __all__ = [
     "WeightSyncSection",
     "explain",
     "options",
+    "origin",
     "resolve",
 ]

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from relax_sdk.config.options import SAMPLING_PATH, options, options_by_path
 from relax_sdk.config.schema import RunConfig, section_types
 from relax_sdk.config.sections import Section
-from relax_sdk.config.sources import Entry, Layer, from_environment, from_flags, from_mapping, from_yaml
+from relax_sdk.config.sources import Entry, Layer, from_environment, from_flags, from_mapping, from_yaml, origin
 from relax_sdk.errors import ConfigError, RecordError
 from relax_sdk.protocols import SamplingConfig
 
@@ -87,7 +87,7 @@ def resolve(
     Args:
         values: for callers in Python, on top of everything: by section, or by path (``{"optimizer.lr": 3e-4}``).
         registry: looks plug-ins up.
-        config_file: ``--config``.
+        config_file: ``--config``: a configuration file, or the ``recipe.json`` of an earlier run.
         flags: path -> text, as the command line parsed it.
         environ: the ``RELAX_*`` variables of this mapping are read (None: ``os.environ``).
         now: local time, for the name of the run folder.
@@ -97,12 +97,11 @@ def resolve(
         UnknownNameError: plug-in, model, reward or preset.
         PluginError: the named plug-in is broken.
     """
-    upper: Layer = {}
-    if config_file is not None:
-        upper |= from_yaml(config_file)
-    upper |= from_environment(os.environ if environ is None else environ)
+    upper = from_environment(os.environ if environ is None else environ)
     upper |= from_flags(flags or {})
     upper |= from_mapping(values or {}, lambda keys: "call " + ".".join(keys))
+    if config_file is not None:
+        upper = _without_outdated(from_yaml(config_file), upper) | upper
     model = _chosen_model(upper, registry)
     layer = _without_outdated(_preset_layer(upper, model), upper) | upper
     config = _validated(layer)
@@ -138,7 +137,7 @@ def _preset_layer(upper: Layer, model: ModelLike | None) -> Layer:
     return layer | {"run.preset": given}
 
 
-_BELONGS_TO = {
+_CHOSEN_FOR = {
     "reward.model_path": ("reward.scorer_path",),
     "reward.required_components": ("reward.scorer_path",),
     "reward.component_weights": ("reward.scorer_path",),
@@ -146,11 +145,31 @@ _BELONGS_TO = {
 }
 """Values that a preset chose for another of its values: they go when the user replaces that one."""
 
+_DERIVED_FROM = {
+    "model.model_adapter_path": ("run.plugin",),
+    "rollout.global_batch_size": ("rollout.rollout_batch_size", "rollout.n_samples_per_prompt"),
+    "flow_grpo.generative_advantage_std_mode": (
+        "flow_grpo.disable_grpo_std_normalization",
+        "rollout.n_samples_per_prompt",
+    ),
+    "weight_sync.mode": ("lora.adapter_mode",),
+    "lora.alpha": ("lora.rank",),
+    "reward.model_path": ("reward.scorer_path", "model.model_path"),
+    "reward.required_components": ("reward.scorer_path", "reward.component_weights"),
+    "reward.component_weights": ("reward.scorer_path", "reward.required_components"),
+}
+"""Values that an earlier run derived and its recipe holds: derived anew when the user changes what they follow from."""
 
-def _without_outdated(preset: Layer, upper: Layer) -> Layer:
-    return {
-        path: entry for path, entry in preset.items() if not any(owner in upper for owner in _BELONGS_TO.get(path, ()))
-    }
+
+def _without_outdated(lower: Layer, upper: Layer) -> Layer:
+    """The preset, or the configuration file, without what nobody chose and ``upper`` makes obsolete."""
+    owners_by_kind = {"preset": _CHOSEN_FOR, "derived:": _DERIVED_FROM}
+
+    def outdated(path: str, entry: Entry) -> bool:
+        owners = owners_by_kind.get(origin(entry.source).partition(" ")[0], {})
+        return any(owner in upper for owner in owners.get(path, ()))
+
+    return {path: entry for path, entry in lower.items() if not outdated(path, entry)}
 
 
 def _is_set(layer: Layer, path: str) -> bool:
@@ -237,7 +256,7 @@ def _derived(
     fill("lora.alpha", float(lora.rank) if lora.rank else None, "--lora-rank")
     if model is not None:
         fill("model.model_adapter_path", model.name, "--plugin")
-    _fill_reward(config, registry, fill, bundled=sources.get("model.model_path", "").startswith("preset"))
+    _fill_reward(config, registry, fill, bundled=origin(sources.get("model.model_path", "")).startswith("preset"))
     moment = (now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S")
     run_dir = config.run.run_dir or Path("runs") / f"{_run_name(config, model)}-{moment}"
     fill("run.run_dir", run_dir, "plug-in and start time")
@@ -251,7 +270,8 @@ def _fill_reward(
     """Components, weights, and the scorer's bundled model when the trained model comes from a preset too.
 
     With a model of the user's own, a bundled scorer would judge pictures that it may never have been made for, and
-    nothing would look wrong; preflight asks for ``--reward-model-path`` instead.
+    nothing would look wrong; preflight asks for ``--reward-model-path`` instead. A scorer given by its class's path
+    tells its components only when it is loaded: without weights both fields stay None, for all of them, 1 each.
     """
     reward = config.reward
     if reward.scorer_path is None:
@@ -261,7 +281,10 @@ def _fill_reward(
         path = spec.default_model_path()
         fill("reward.model_path", None if path is None else str(path), "bundled with the scorer")
     components = reward.required_components
-    if components is None and spec.components:
+    if components is None and reward.component_weights:
+        components = list(reward.component_weights)
+        fill("reward.required_components", components, "--reward-component-weights")
+    elif components is None and spec.components:
         components = list(spec.components)
         fill("reward.required_components", components, "every component of the scorer")
     fill("reward.component_weights", dict.fromkeys(components or (), 1.0) or None, "equal weights")

@@ -100,7 +100,8 @@ class BackendSection(Section):
     fully_async: Annotated[bool, Flag("switch")] = Field(False, description="Refused: training is synchronous.")
     hybrid: Annotated[bool, Flag("switch")] = Field(False, description="Refused: training is synchronous.")
     resource: Annotated[dict[str, tuple[int, int]], Flag("nodes x devices")] = Field(
-        {"actor": (1, 1), "rollout": (1, 1)}, description="Devices of each role; a rank is one device or CPU process."
+        {"actor": (1, 1), "rollout": (1, 1)},
+        description="[1, devices] of each role; a rank is one device or CPU process.",
     )
     collective_timeout_s: Annotated[int, Flag("s")] = Field(
         600, ge=1, description="Longest wait for the other ranks before the run fails."
@@ -303,7 +304,7 @@ class RewardSection(Section):
     prefix: ClassVar[str] = "reward-"
 
     runtime: Annotated[Literal["colocate", "cpu"], Flag("place")] = Field(
-        "colocate", description="Score on the rollout device, or on the CPU."
+        "cpu", description="Score on the rollout device, or on the CPU."
     )
     scorer_path: Annotated[str | None, Flag("name or package.module:Class", aliases=("--reward",))] = Field(
         None, description="The reward scorer."
@@ -311,13 +312,13 @@ class RewardSection(Section):
     model_path: Annotated[str | None, Flag("path", unset="the scorer's own, with a preset's model")] = Field(
         None, description="The scorer's model folder."
     )
-    required_components: Annotated[list[str] | None, Flag("JSON list", unset="all of the scorer")] = Field(
+    required_components: Annotated[list[str] | None, Flag("JSON list", unset="the weighted ones, or all")] = Field(
         None, description="Components that every image must have."
     )
     component_weights: Annotated[dict[str, float] | None, Flag("JSON object", unset="1 each")] = Field(
         None, description="Weights that combine component advantages into one."
     )
-    batch_size: Annotated[int, Flag("images")] = Field(64, ge=1, description="Images scored at a time.")
+    batch_size: Annotated[int, Flag("rows")] = Field(64, ge=1, description="Rows of one scoring call.")
 
 
 class WeightSyncSection(Section):

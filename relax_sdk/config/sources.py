@@ -7,6 +7,7 @@ nearest valid key; whether a value fits its field is decided once, in `relax_sdk
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from relax_sdk.config.schema import section_types
 from relax_sdk.errors import ConfigError, nearest_name
 from relax_sdk.protocols import SamplingConfig
 
-__all__ = ["Entry", "Layer", "from_environment", "from_flags", "from_mapping", "from_yaml"]
+__all__ = ["Entry", "Layer", "from_environment", "from_flags", "from_mapping", "from_yaml", "origin"]
 
 CONTROL_VARIABLES = ("RELAX_DISABLE_PLUGINS",)
 """``RELAX_*`` variables that are not fields."""
@@ -33,6 +34,17 @@ class Entry(NamedTuple):
 
 
 Layer = dict[str, Entry]
+
+_NEW_IN_EVERY_RUN = ("run.run_dir", "artifact.root")
+"""What a recipe records but does not pass on: a new run writes into a folder of its own."""
+
+_RECIPE_SOURCE = re.compile(r"recipe .*?:\d+ \((.*)\)")
+
+
+def origin(source: str) -> str:
+    """Where a value first came from: what a recipe recorded as its source, or the source itself."""
+    recorded = _RECIPE_SOURCE.fullmatch(source)
+    return recorded[1] if recorded is not None else source
 
 
 def from_mapping(values: Mapping[Any, Any], source: Callable[[tuple[str, ...]], str]) -> Layer:
@@ -127,7 +139,9 @@ def _unknown_field(section: str, field: str, where: str) -> ConfigError:
 
 
 def from_yaml(path: Path) -> Layer:
-    """Read a configuration file.
+    """Read a configuration file, or the recipe of an earlier run (a mapping with ``config`` and ``provenance``).
+
+    A recipe's values keep the source that it recorded: ``recipe PATH:LINE (flag --lr)``; see `origin`.
 
     Raises:
         ConfigError: missing, unreadable, not YAML, a key given twice, or unknown keys; with file and line.
@@ -158,13 +172,28 @@ def from_yaml(path: Path) -> Layer:
         loader.dispose()
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path} holds {type(data).__name__}", where=str(path), expected="a mapping of sections")
+    values, recorded = data.get("config"), data.get("provenance")
+    if isinstance(values, Mapping) and isinstance(recorded, Mapping):
+        return _from_recipe(values, recorded, lines, path)
+    return from_mapping(data, lambda keys: f"file {_place(keys, lines, path)}")
 
-    def source(keys: tuple[str, ...]) -> str:
-        while keys and keys not in lines:
-            keys = keys[:-1]
-        return f"file {path}:{lines[keys]}" if keys else f"file {path}"
 
-    return from_mapping(data, source)
+def _from_recipe(
+    values: Mapping[Any, Any], recorded: Mapping[Any, Any], lines: Mapping[tuple[str, ...], int], path: Path
+) -> Layer:
+    layer = from_mapping(values, lambda keys: f"recipe {_place(('config', *keys), lines, path)}")
+    return {
+        key: Entry(entry.value, f"{entry.source} ({origin(str(recorded[key]))})" if key in recorded else entry.source)
+        for key, entry in layer.items()
+        if key not in _NEW_IN_EVERY_RUN
+    }
+
+
+def _place(keys: tuple[str, ...], lines: Mapping[tuple[str, ...], int], path: Path) -> str:
+    """``PATH:LINE`` of a key, or of the innermost key around it that has a line."""
+    while keys and keys not in lines:
+        keys = keys[:-1]
+    return f"{path}:{lines[keys]}" if keys else str(path)
 
 
 def _key_lines(node: Any, keys: tuple[str, ...], lines: dict[tuple[str, ...], int], path: Path) -> None:

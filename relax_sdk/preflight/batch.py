@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from relax_sdk.config import RunConfig
-from relax_sdk.preflight.situation import Rule, Situation
+from relax_sdk.config import RunConfig, origin
+from relax_sdk.preflight.situation import METRIC_WORD, Rule, Situation
 
 __all__ = ["RULES", "WARNINGS", "candidates_of_a_group_per_rank"]
 
@@ -29,9 +29,20 @@ def batch_is_given(situation: Situation) -> Iterator[str]:
     if rollout.n_samples_per_prompt is None:
         yield "give --n-samples-per-prompt: images of one prompt, which are compared with each other"
     # A preset may offer an interval for prompts that only the user has.
-    chosen = not situation.config.provenance.get("rollout.eval_interval", "").startswith("preset")
+    chosen = not origin(situation.config.provenance.get("rollout.eval_interval", "")).startswith("preset")
     if rollout.eval_interval is not None and rollout.eval_prompt_data is None and chosen:
         yield f"{situation.given('rollout.eval_interval')}: give --eval-prompt-data NAME PATH too"
+
+
+def evaluation_set_has_a_name(situation: Situation) -> Iterator[str]:
+    """The name is part of metric names, ``eval/<set>/...``."""
+    held_out = situation.config.rollout.eval_prompt_data
+    if held_out is not None and METRIC_WORD.fullmatch(held_out[0]) is None:
+        source = situation.config.provenance.get("rollout.eval_prompt_data", "default")
+        yield (
+            f"--eval-prompt-data names the set {held_out[0]!r} ({source}): expected letters, digits, '_', '.' and '-', "
+            "because metrics carry it"
+        )
 
 
 def batch_is_the_product(situation: Situation) -> Iterator[str]:
@@ -105,5 +116,5 @@ def ranks_repeat_work(situation: Situation) -> Iterator[str]:
         )
 
 
-RULES: tuple[Rule, ...] = (batch_is_given, batch_is_the_product, updates_split_evenly)
+RULES: tuple[Rule, ...] = (batch_is_given, evaluation_set_has_a_name, batch_is_the_product, updates_split_evenly)
 WARNINGS: tuple[Rule, ...] = (group_is_one, micro_batch_is_not_used, ranks_repeat_work)

@@ -22,7 +22,7 @@ RULES: tuple[Rule, ...] = (
     *training.RULES,
     *reward.RULES,
 )
-WARNINGS: tuple[Rule, ...] = (*batch.WARNINGS, *training.WARNINGS)
+WARNINGS: tuple[Rule, ...] = (*model.WARNINGS, *batch.WARNINGS, *sampling.WARNINGS, *training.WARNINGS)
 
 
 def check(config: RunConfig, registry: Registry, *, environ: Mapping[str, str] | None = None) -> list[str]:
@@ -43,7 +43,7 @@ def check(config: RunConfig, registry: Registry, *, environ: Mapping[str, str] |
     """
     spec = None if config.model.model_adapter_path is None else registry.model(config.model.model_adapter_path)
     scorer = None if config.reward.scorer_path is None else registry.reward(config.reward.scorer_path)
-    registry.engine(config.rollout.rollout_engine)
+    engine = registry.engine(config.rollout.rollout_engine)
     situation = Situation(
         config=config,
         registry=registry,
@@ -51,6 +51,7 @@ def check(config: RunConfig, registry: Registry, *, environ: Mapping[str, str] |
         model=spec,
         adapter=None if spec is None else _construct(spec),
         reward=scorer,
+        engine=engine,
     )
     violations = [text for rule in RULES for text in rule(situation)]
     if violations:

@@ -10,7 +10,7 @@ from relax_sdk.errors import nearest_name
 from relax_sdk.preflight.situation import Rule, Situation, call_adapter
 from relax_sdk.protocols import EmbeddedModelAdapter
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "WARNINGS"]
 
 SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
 
@@ -70,7 +70,7 @@ def _hub_hint(text: str) -> str:
 
 def adapter_serves_the_engine(situation: Situation) -> Iterator[str]:
     """The embedded engine needs the optional second protocol."""
-    if situation.adapter is None or situation.config.rollout.rollout_engine != "local":
+    if situation.adapter is None or not situation.embedded:
         return
     needed = [name for name in vars(EmbeddedModelAdapter) if not name.startswith("_")]
     missing = [name for name in needed if not callable(getattr(situation.adapter, name, None))]
@@ -81,4 +81,15 @@ def adapter_serves_the_engine(situation: Situation) -> Iterator[str]:
         )
 
 
+def revision_selects_nothing(situation: Situation) -> Iterator[str]:
+    """A folder has no revisions."""
+    model = situation.config.model
+    if model.model_revision is not None and model.model_path is not None and Path(model.model_path).is_dir():
+        yield (
+            f"{situation.given('model.model_revision')}: it selects nothing, because --model-path is a local folder; "
+            "what lies there is what is trained"
+        )
+
+
 RULES: tuple[Rule, ...] = (task_is_known, model_is_chosen, model_folder_is_complete, adapter_serves_the_engine)
+WARNINGS: tuple[Rule, ...] = (revision_selects_nothing,)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from relax_sdk.preflight.situation import Rule, Situation
 
@@ -19,6 +21,15 @@ def training_is_synchronous_and_colocated(situation: Situation) -> Iterator[str]
             yield f"{situation.given(path)}: only synchronous training exists; leave it out"
 
 
+def one_node_is_used(situation: Situation) -> Iterator[str]:
+    """Roles are placed on one node."""
+    if any(nodes > 1 for nodes, _ in situation.config.backend.resource.values()):
+        yield (
+            f"{situation.given('backend.resource')}: several nodes are not supported yet; expected [1, devices] for "
+            "each role"
+        )
+
+
 def engines_tile_the_ranks(situation: Situation) -> Iterator[str]:
     """Under colocation the engines' devices are exactly the actor's ranks."""
     config = situation.config
@@ -30,7 +41,7 @@ def engines_tile_the_ranks(situation: Situation) -> Iterator[str]:
             f"{situation.given('rollout.rollout_num_gpus_per_engine')}: the actor's {world} ranks are not divisible "
             "by it"
         )
-    if size > 1 and config.rollout.rollout_engine == "local":
+    if size > 1 and situation.embedded:
         yield f"{situation.given('rollout.rollout_num_gpus_per_engine')}: the engine 'local' uses one device"
     if config.backend.colocate and world != devices:
         yield (
@@ -49,16 +60,44 @@ def allocator_allows_ipc(situation: Situation) -> Iterator[str]:
 
 def run_folder_is_new(situation: Situation) -> Iterator[str]:
     """A second run in the same folder would mix two sets of metrics."""
-    folder = situation.config.run_dir
-    if folder.exists() and not folder.is_dir():
-        yield f"{situation.given('run.run_dir')}: this is a file; give a new folder"
-    elif folder.is_dir() and any(folder.iterdir()):
-        yield f"{situation.given('run.run_dir')}: the folder is not empty; give a new one, or leave --run-dir out"
+    folder, given = situation.config.run_dir, situation.given("run.run_dir")
+    try:
+        occupied = folder.is_dir() and any(folder.iterdir())
+    except OSError as error:
+        yield f"{given}: it cannot be read ({error.strerror}); give another folder"
+        return
+    if occupied:
+        yield f"{given}: the folder is not empty; give a new one, or leave --run-dir out"
+    else:
+        yield from _not_writable(folder, given)
+
+
+def artifacts_can_be_written(situation: Situation) -> Iterator[str]:
+    """Sidecars may go elsewhere than into the run's folder."""
+    config = situation.config
+    if not config.artifact_root.is_relative_to(config.run_dir):
+        yield from _not_writable(config.artifact_root, situation.given("artifact.root"))
+
+
+def _not_writable(folder: Path, given: str) -> Iterator[str]:
+    """The folder, or the innermost existing one above it, must take new files."""
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        is_folder = existing.is_dir()
+    except OSError as error:
+        yield f"{given}: it cannot be read ({error.strerror}); give another folder"
+        return
+    if not is_folder:
+        yield f"{given}: {str(existing)!r} is a file; give another folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"{given}: no permission to write in {str(existing)!r}; give another folder"
 
 
 RULES: tuple[Rule, ...] = (
     training_is_synchronous_and_colocated,
+    one_node_is_used,
     engines_tile_the_ranks,
     allocator_allows_ipc,
     run_folder_is_new,
+    artifacts_can_be_written,
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from relax_sdk.preflight.situation import Rule, Situation, call_adapter
 from relax_sdk.protocols import SamplingConfig
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "WARNINGS"]
 
 
 def guidance_is_off(situation: Situation) -> Iterator[str]:
@@ -21,8 +21,14 @@ def guidance_is_off(situation: Situation) -> Iterator[str]:
 
 def steps_are_trained(situation: Situation) -> Iterator[str]:
     """At least one step must be an SDE step."""
-    if not situation.sampling.trainable_steps():
-        last = situation.sampling.num_inference_steps - 2
+    sampling = situation.sampling
+    if sampling.sde_resample_per_rollout and sampling.num_sde_steps == 0:
+        yield (
+            f"{situation.given_sampling('sde_resample_per_rollout')}: give num_sde_steps above 0 too, the number of "
+            "steps that each rollout draws"
+        )
+    elif not sampling.trainable_steps():
+        last = sampling.num_inference_steps - 2
         yield (
             "no SDE step is configured, so no step can be trained: give --sampling-config sde_indices, or "
             f"num_sde_steps with sde_timestep_fraction, e.g. '{{\"sde_indices\": {_example(last)}}}'"
@@ -83,12 +89,40 @@ def family_can_sample(situation: Situation) -> Iterator[str]:
 
 
 def embedded_engine_follows_the_driver(situation: Situation) -> Iterator[str]:
-    """The engine ``local`` has no schedule and no start noise of its own."""
-    if situation.config.rollout.rollout_engine != "local":
-        return
-    for key in ("driver_sigmas", "driver_xt"):
-        if not getattr(situation.sampling, key):
-            yield f"{situation.given_sampling(key)}: expected true; the engine 'local' takes both from the driver"
+    """The engine ``local`` has no schedule of its own."""
+    if situation.embedded and not situation.sampling.driver_sigmas:
+        yield f"{situation.given_sampling('driver_sigmas')}: expected true; the engine 'local' has no other schedule"
+
+
+def start_noise_is_the_drivers(situation: Situation) -> Iterator[str]:
+    """Every request carries the recipe of x_T, and no engine is asked to ignore it."""
+    if not situation.sampling.driver_xt:
+        yield f"{situation.given_sampling('driver_xt')}: expected true; every engine starts from the driver's noise"
+
+
+def steps_fit_the_window(situation: Situation) -> Iterator[str]:
+    """More steps than there are would be cut down in silence. A per-rollout draw is checked by the record itself."""
+    sampling = situation.sampling
+    window = sampling.fraction_window()
+    strided = sampling.sde_indices is None and not sampling.sde_resample_per_rollout
+    if strided and sampling.num_sde_steps > len(window):
+        yield (
+            f"{situation.given_sampling('num_sde_steps')}: sde_timestep_fraction "
+            f"{list(sampling.sde_timestep_fraction)} leaves only {len(window)} of the {sampling.num_inference_steps} "
+            "steps"
+        )
+
+
+def noise_level_fits_the_transition(situation: Situation) -> Iterator[str]:
+    """``cps`` turns by the angle eta * pi / 2: beyond a right angle the predicted noise would change its sign."""
+    if situation.sampling.sde_type == "cps" and situation.sampling.eta > 1:
+        yield f"{situation.given_sampling('eta')}: expected at most 1 with sde_type 'cps'"
+
+
+def pool_is_not_used(situation: Situation) -> Iterator[str]:
+    """Only a per-rollout draw looks at the pool."""
+    if situation.sampling.sde_pool is not None and not situation.sampling.sde_resample_per_rollout:
+        yield f"{situation.given_sampling('sde_pool')}: it has no effect without sde_resample_per_rollout"
 
 
 def clamp_is_the_engines(situation: Situation) -> Iterator[str]:
@@ -102,10 +136,14 @@ def clamp_is_the_engines(situation: Situation) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     embedded_engine_follows_the_driver,
+    start_noise_is_the_drivers,
     clamp_is_the_engines,
     guidance_is_off,
     steps_are_trained,
+    steps_fit_the_window,
+    noise_level_fits_the_transition,
     first_step_is_singular,
     last_step_is_not_trained,
     family_can_sample,
 )
+WARNINGS: tuple[Rule, ...] = (pool_is_not_used,)

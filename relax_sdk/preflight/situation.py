@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,14 @@ from typing import Any
 from relax_sdk.config import RunConfig, options
 from relax_sdk.errors import PluginError
 from relax_sdk.protocols import SamplingConfig
-from relax_sdk.registry import ModelSpec, Registry, RewardSpec
+from relax_sdk.registry import EngineSpec, ModelSpec, Registry, RewardSpec
 
-__all__ = ["Rule", "Situation", "call_adapter"]
+__all__ = ["METRIC_WORD", "Rule", "Situation", "call_adapter"]
+
+METRIC_WORD = re.compile(r"[A-Za-z0-9_.-]+")
+"""What a user's or a plug-in's part of a metric name may be made of."""
+
+_EMBEDDED_ENGINE = "local"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +32,7 @@ class Situation:
         model: spec of the chosen model family; None when none was chosen, which is a violation of its own.
         adapter: an instance of its adapter; None together with ``model``.
         reward: spec of the chosen scorer; None when none was chosen.
+        engine: spec of the chosen engine.
     """
 
     config: RunConfig
@@ -34,6 +41,12 @@ class Situation:
     model: ModelSpec | None
     adapter: Any
     reward: RewardSpec | None
+    engine: EngineSpec
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the engine is the embedded one, by whichever name it was given."""
+        return self.engine.import_string == self.registry.engine(_EMBEDDED_ENGINE).import_string
 
     @property
     def sampling(self) -> SamplingConfig:

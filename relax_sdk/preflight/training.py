@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from relax_sdk.config import origin
 from relax_sdk.preflight.situation import Rule, Situation
 
 __all__ = ["RULES", "WARNINGS"]
@@ -32,6 +33,23 @@ def lora_is_trainable(situation: Situation) -> Iterator[str]:
         yield f"{situation.given('lora.target_modules')}: name at least one module suffix to wrap"
 
 
+def full_training_has_no_lora_values(situation: Situation) -> Iterator[str]:
+    """A LoRA value without LoRA would be ignored. What a preset or the project filled in is nobody's wish."""
+    config = situation.config
+    if config.fsdp.trainable_mode != "full":
+        return
+    lora = config.lora
+    chosen = {
+        "alpha": lora.alpha is not None,
+        "dropout": lora.dropout != 0,
+        "target_modules": lora.target_modules is not None,
+    }
+    for field, is_set in chosen.items():
+        source = origin(config.provenance.get(f"lora.{field}", "default"))
+        if is_set and not source.startswith(("preset", "derived")):
+            yield f"{situation.given(f'lora.{field}')}: full training has no LoRA; give --fsdp-trainable-mode lora too"
+
+
 def sync_mode_agrees(situation: Situation) -> Iterator[str]:
     """The sync mode follows from --lora-adapter-mode; a value that contradicts is refused, not overridden."""
     config = situation.config
@@ -54,6 +72,18 @@ def wire_carries_the_policy(situation: Situation) -> Iterator[str]:
         yield (
             f"{situation.given('weight_sync.wire_dtype')}: expected {config.fsdp.param_dtype!r} as in "
             f"--fsdp-param-dtype; otherwise the engine samples with other weights than the trainer's"
+        )
+
+
+def engine_keeps_what_it_receives(situation: Situation) -> Iterator[str]:
+    """The actor compares checksums of the weights as the engine holds them, after any rounding."""
+    config = situation.config
+    wire, engine = config.weight_sync.wire_dtype, config.rollout.rollout_engine_dtype
+    # Another wire than the trainer's is a violation already, and its cure may make this one go away.
+    if wire == config.fsdp.param_dtype == "fp32" and engine == "bf16":
+        yield (
+            f"{situation.given('rollout.rollout_engine_dtype')}: the engine would round what --weight-sync-wire-dtype "
+            "fp32 sends, and no sync's checksums could agree; give --rollout-engine-dtype fp32"
         )
 
 
@@ -124,7 +154,7 @@ def decay_is_ignored(situation: Situation) -> Iterator[str]:
 def engine_computes_in_another_dtype(situation: Situation) -> Iterator[str]:
     """Sampling and replay then round differently."""
     config = situation.config
-    if config.rollout.rollout_engine == "local" and config.rollout.rollout_engine_dtype != config.fsdp.param_dtype:
+    if situation.embedded and config.rollout.rollout_engine_dtype != config.fsdp.param_dtype:
         yield (
             f"{situation.given('rollout.rollout_engine_dtype')}: differs from --fsdp-param-dtype "
             f"{config.fsdp.param_dtype}, so replayed log-probabilities differ from the sampled ones"
@@ -134,8 +164,10 @@ def engine_computes_in_another_dtype(situation: Situation) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     mode_and_rank_agree,
     lora_is_trainable,
+    full_training_has_no_lora_values,
     sync_mode_agrees,
     wire_carries_the_policy,
+    engine_keeps_what_it_receives,
     optimizer_moves,
     objective_is_flow_grpo,
 )

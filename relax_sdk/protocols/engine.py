@@ -17,7 +17,18 @@ __all__ = ["RolloutEngine"]
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Samples trajectories with weights of a known policy version."""
+    """Samples trajectories with weights of a known policy version.
+
+    Constructed as ``Engine(adapter=..., model_path=..., revision=..., device="cpu"|"cuda", dtype=...)``: ``adapter``
+    is an instance of the model family's adapter, ``model_path`` the model folder, ``revision`` is
+    ``--model-revision`` or None, and ``dtype`` the torch dtype of ``--rollout-engine-dtype``, in which the engine
+    holds its parameters. `start` loads the model, not the constructor.
+
+    `release` and `resume` are not called yet: the engine keeps its memory while the actor trains.
+
+    Attributes:
+        policy_version: how many weight syncs the weights have received; 0 for those of the model folder.
+    """
 
     policy_version: int
 

@@ -148,7 +148,7 @@ class Trajectory(Record):
     rollout_id: int | None
     sde_type: SdeType
     eta: float
-    sigma_clamp: float = Field(description="sigma~: what 1 - sigma uses where sigma is 1 (see math.md: step 0).")
+    sigma_clamp: float = Field(description="sigma~: what 1 - sigma uses where sigma is 1, at step 0.")
     seed_hash: str = Field(description="sha256 of every seed of the group, for tracing.")
 
     @model_validator(mode="after")

@@ -178,7 +178,8 @@ class RewardSpec(Spec):
         scorer: import string of the `RewardScorer` class.
         components: names of the components it returns; must equal the scorer's ``components``.
         model_path: import string of a callable without arguments that returns the path of a bundled model, used
-            when the user gives no ``--reward-model-path``.
+            without ``--reward-model-path`` when the trained model is a preset's bundled one too; with a model of the
+            user's own, preflight asks for the flag.
     """
 
     kind: ClassVar[str] = "reward scorer"

@@ -93,7 +93,7 @@ def plan_groups(
                     )
                     for name in ids
                 ),
-                # Without the driver's x_T recipe an engine numbers its candidates from here, as in the seed guide.
+                # Without the driver's x_T recipe an engine numbers its candidates from here.
                 engine_seed=generation_seed + (0 if sampling.driver_xt else index * samples_per_prompt),
                 sde_indices=sde_indices,
                 policy_version=policy_version,

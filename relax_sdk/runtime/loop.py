@@ -61,7 +61,7 @@ def train(config: RunConfig, *, registry: Registry, observer: Observer | None = 
     held_out_prompts = load_prompts(held_out[1], task=config.model.generation_task) if held_out else ()
     scheduler_config = _scheduler_config(config)
     run_dir = _new_run_dir(config)
-    write_text_atomically(run_dir / "recipe.json", json.dumps(config.to_recipe(), indent=2) + "\n")
+    write_text_atomically(run_dir / "recipe.json", json.dumps(config.to_recipe(), indent=2, ensure_ascii=False) + "\n")
     watcher.line(f"run folder: {run_dir}")
     with (
         open_run_metrics(

@@ -8,5 +8,8 @@ __all__ = ["tiny_model"]
 
 
 def tiny_model() -> Path:
-    """The folder of the bundled tiny model, in the published layout; the default of ``--reward-model-path``."""
+    """The folder of the bundled tiny model, in the published layout.
+
+    It is the default of ``--reward-model-path`` only when the trained model is a preset's bundled one too.
+    """
     return Path(__file__).parent / "assets" / "tiny"

@@ -65,7 +65,9 @@ def tiny() -> Preset:
             "num_updates_per_batch": 2,
         },
         "optimizer": {"lr": 1e-3, "lr_warmup_iters": 0, "adam_eps": 1e-8, "weight_decay": 0.0},
-        "reward": _pickscore(runtime="cpu") | {"model_path": _bundled("relax_pickscore", "tiny")},
+        # Without a model path: the scorer's bundled one, which judges nothing but these shapes, is the default only
+        # while the trained model is the one above.
+        "reward": _pickscore(runtime="cpu"),
         "weight_sync": {"wire_dtype": "fp32"},
     }
 
@@ -130,7 +132,7 @@ def _fsdp_bf16() -> dict[str, Any]:
 
 
 def _sampling_384(*, sde_indices: list[int]) -> dict[str, Any]:
-    """12 steps at 384x384, 3 of them trained; ``sde_indices`` are those of held-out evaluation, never redrawn."""
+    """12 steps at 384x384, 3 of them trained; ``sde_indices`` apply when the per-rollout draw is switched off."""
     return {
         "height": 384,
         "width": 384,

@@ -66,7 +66,7 @@ def test_help_fits_and_names_every_flag_with_its_default(relax, monkeypatch, wid
             assert not flag or f" {flag}" in page
         assert " ".join(option.description.split()) in flat
         assert f"\n{option.section_title}:\n" in page
-    assert "[images; default: 64]" in flat
+    assert "[rows; default: 64]" in flat
     assert "[default: --lora-merge-mode]" in flat
 
 
@@ -97,7 +97,7 @@ def test_config_explain(relax, climodel):
     }
     assert (rows["optimizer.lr"]["value"], rows["optimizer.lr"]["source"]) == (2e-3, "flag --lr")
     assert rows["backend.colocate"]["source"] == "preset climodel:demo"
-    assert rows["reward.batch_size"]["unit"] == "images"
+    assert rows["reward.batch_size"]["unit"] == "rows"
     table = relax("config", "explain", "--plugin", "climodel", "--changed").out
     assert "preset climodel:demo" in table
     assert "--adam-beta1" not in table

@@ -1,4 +1,4 @@
-"""Flags come from the schema, and are the guide's: names and defaults are stated here a second time, by hand."""
+"""Flags come from the schema; names and defaults that users rely on are stated here a second time, by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from relax_sdk.config import options
 from relax_sdk.config.explain import _SAMPLING_UNITS
 from relax_sdk.protocols import SamplingConfig
 
-GUIDE = {
+DEFAULTS = {
     "--train-backend": "fsdp",
     "--generation-task": "t2i",
     "--model-path": None,
@@ -38,6 +38,7 @@ GUIDE = {
     "--clip-grad": 1.0,
     "--disable-grpo-std-normalization": False,
     "--generative-advantage-std-mode": None,
+    "--reward-runtime": "cpu",
     "--reward-scorer-path": None,
     "--reward-model-path": None,
     "--reward-required-components": None,
@@ -70,13 +71,13 @@ GUIDE = {
 }
 
 
-@pytest.mark.parametrize(("flag", "default"), GUIDE.items())
-def test_the_guides_flags_and_defaults(flag, default):
+@pytest.mark.parametrize(("flag", "default"), DEFAULTS.items())
+def test_flags_and_defaults(flag, default):
     (option,) = [option for option in options() if option.flag == flag]
     assert option.default == default
 
 
-def test_other_flags_of_the_guide():
+def test_flags_that_switch_off_and_aliases():
     off = {option.off for option in options()}
     aliases = {alias for option in options() for alias in option.aliases}
     assert {"--no-fsdp-reshard-after-forward", "--lora-merge-mode"} <= off

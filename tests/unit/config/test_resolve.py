@@ -112,6 +112,21 @@ def test_another_scorer_takes_its_own_components_and_no_foreign_model(registry):
     assert config.reward.model_path is None
 
 
+def test_components_of_a_scorer_that_does_not_tell_them(registry):
+    registry.rewards["a.b:C"] = type(registry.rewards["taste"])(components=(), bundled=None)
+
+    def reward(**flags):
+        given = {"reward.scorer_path": "a.b:C"} | {f"reward.{name}": text for name, text in flags.items()}
+        section = resolve(registry=registry, environ={}, flags=given).reward
+        return section.required_components, section.component_weights
+
+    assert reward() == (None, None)
+    assert reward(component_weights='{"x": 2, "y": 1}') == (["x", "y"], {"x": 2, "y": 1})
+    assert reward(required_components='["x"]') == (["x"], {"x": 1})
+    assert reward(required_components='["x"]', component_weights='{"x": 2, "y": 1}') == (["x"], {"x": 2, "y": 1})
+    assert reward(scorer_path="smell", component_weights='{"fume": 3}') == (["fume"], {"fume": 3})
+
+
 def test_a_bundled_scorer_is_no_default_for_a_model_of_ones_own(registry):
     registry.toy.presets = {"tiny": {"model.model_path": "/models/toy", "reward.scorer_path": "taste"}}
     config = resolve(registry=registry, environ={}, flags={"run.plugin": "toy"})

@@ -53,7 +53,7 @@ def test_moments_equal_the_float64_formula(sde_type: str, step: int) -> None:
 
 
 def test_step_zero_has_the_engines_diffusion_not_the_seeds_clamp() -> None:
-    """The guide measured 7.0 for the clamp of 0.99 and about 2.92 for what the engine uses."""
+    """Known values: 7.0 for the clamp of 0.99 and about 2.92 for what the engine uses."""
     delta = SIGMAS[1] - SIGMAS[0]
     x = normal(1, 4, 4)
     _, tau = moments(x, x, SIGMAS[0], SIGMAS[1], sde_type="sde")

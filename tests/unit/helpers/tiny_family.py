@@ -185,7 +185,7 @@ class RowwiseTinyAdapter(TinyAdapter):
 def reference_moments(
     x: Tensor, v: Tensor, sigma: float, sigma_next: float, *, eta: float, sde_type: str, clamp: float
 ) -> tuple[Tensor, float]:
-    """Mean and tau of one transition in float64, written from the design note; one sigma for all rows."""
+    """Mean and tau of one transition in float64, written independently of relax_sdk.flow; one sigma for all rows."""
     x, v = x.double(), v.double()
     delta = sigma_next - sigma
     if sde_type == "cps":

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from itertools import product
 
 import pytest
 
+from relax_sdk import RewardSpec, hookimpl
+from relax_sdk.config import resolve
 from relax_sdk.errors import PluginError, PreflightError, UnknownNameError
+from relax_sdk.metrics import METRICS, find_metric
+from relax_sdk.preflight import check
+from relax_sdk.preflight.reward import RESERVED_COMPONENTS
 from relax_sdk.preflight.sampling import _cure
 from relax_sdk.protocols import SamplingConfig
+from relax_sdk.registry import Registry
+from relax_sdk.registry.loading import PluginEntry
 
 LORA = {"fsdp.trainable_mode": "lora", "lora.rank": 4, "fsdp.master_dtype": "fp32"}
 SDE = "sampling.sampling_config"
+EMBEDDED = "relax_sdk.rollout.local.LocalEngine"
 
 BROKEN = [
     ({"model.generation_task": "t2v"}, "expected one of t2i; did you mean 't2i'"),
@@ -36,10 +45,25 @@ BROKEN = [
     ({SDE: {"sde_indices": [11]}}, "the last step, 11 of 0..11"),
     ({SDE: {"sde_indices": [11], "sde_type": "dance"}}, "the last step"),
     ({SDE: {}}, "no SDE step is configured"),
-    ({SDE: {"sde_resample_per_rollout": True, "sde_pool": [1, 2]}}, "no SDE step is configured"),
+    ({SDE: {"sde_resample_per_rollout": True, "sde_pool": [1, 2]}}, "give num_sde_steps above 0"),
     ({SDE: {"sde_indices": [1], "guidance_scale": 4.0}}, "guidance_scale is 4.0"),
-    ({SDE: {"sde_indices": [1], "driver_xt": False}}, "takes both from the driver"),
-    ({SDE: {"sde_indices": [1], "driver_sigmas": False}}, "takes both from the driver"),
+    ({SDE: {"sde_indices": [1], "driver_sigmas": False}}, "has no other schedule"),
+    ({SDE: {"sde_indices": [1], "driver_xt": False}}, "driver_xt is False"),
+    ({SDE: {"sde_indices": [1], "driver_xt": False}, "rollout.rollout_engine": "a.b:C"}, "driver_xt is False"),
+    ({SDE: {"num_sde_steps": 4, "sde_timestep_fraction": [0.25, 0.5]}}, "leaves only 3 of the 12 steps"),
+    ({SDE: {"sde_indices": [1], "sde_resample_per_rollout": True}}, "give num_sde_steps above 0"),
+    ({SDE: {"sde_indices": [1], "sde_type": "cps", "eta": 1.1}}, "eta is 1.1"),
+    ({"lora.alpha": 8.0}, "--lora-alpha is 8.0"),
+    ({"lora.dropout": 0.1}, "--lora-dropout is 0.1"),
+    ({"lora.target_modules": ["to_q"]}, "--lora-target-modules is ['to_q']"),
+    ({"fsdp.param_dtype": "fp32", "weight_sync.wire_dtype": "fp32"}, "give --rollout-engine-dtype fp32"),
+    ({"backend.resource": {"actor": [2, 1], "rollout": [2, 1]}}, "several nodes are not supported yet"),
+    ({"backend.resource": {"actor": [1, 2], "rollout": [2, 1]}}, "several nodes are not supported yet"),
+    ({"rollout.eval_prompt_data": ("held/out", "eval.txt")}, "names the set 'held/out'"),
+    ({"rollout.eval_prompt_data": ("", "eval.txt")}, "names the set ''"),
+    ({"reward.scorer_path": "a.b:C", "reward.component_weights": {"a b": 1}}, "has the component 'a b'"),
+    ({"reward.scorer_path": "a.b:C", "reward.component_weights": {"group_std": 1}}, "reward/group_std_mean"),
+    ({"reward.scorer_path": "a.b:C", "reward.required_components": ["advantage"]}, "reward/advantage_mean"),
     ({SDE: {"sde_indices": [1], "sigma_max": 0.95}}, "clamp to the second sigma"),
     ({SDE: {"sde_indices": [1], "height": 70}}, "the nearest valid one is 64"),
     ({"weight_sync.wire_dtype": "fp32"}, "expected 'bf16'"),
@@ -65,12 +89,21 @@ BROKEN = [
         },
         "'local' uses one device",
     ),
+    (
+        {
+            "rollout.rollout_num_gpus_per_engine": 2,
+            "rollout.rollout_engine": EMBEDDED,
+            "backend.resource": {"actor": [1, 4], "rollout": [1, 4]},
+        },
+        "'local' uses one device",
+    ),
+    ({SDE: {"sde_indices": [1], "driver_sigmas": False}, "rollout.rollout_engine": EMBEDDED}, "has no other schedule"),
     ({"backend.resource": {"actor": [1, 4], "rollout": [1, 2]}}, "must be the rollout's 2"),
     ({"reward.required_components": ["sweet"], "reward.component_weights": {"sour": 1}}, "'sweet' has no weight"),
     ({"reward.component_weights": {"sweet": 1, "sour": 1, "sower": 1}}, "did you mean 'sour'"),
     ({"reward.component_weights": {"sweet": 0, "sour": 0}}, "all weights are 0"),
     ({"reward.scorer_path": ...}, "give --reward NAME"),
-    ({"reward.scorer_path": "a.b:C"}, "no component has a weight"),
+    ({"reward.component_weights": {}}, "--reward-component-weights is {}"),
     ({"reward.model_path": "/nowhere"}, "--reward-model-path is '/nowhere'"),
     ({"rollout.prompt_data": ...}, "give --prompt-data"),
     ({"rollout.rollout_batch_size": ...}, "give --rollout-batch-size"),
@@ -128,12 +161,75 @@ def test_all_violations_come_in_one_error(run):
         ({"rollout.micro_batch_size": 3}, "does not divide the 8 images"),
         ({"rollout.rollout_engine_dtype": "fp32"}, "differs from --fsdp-param-dtype"),
         ({"backend.resource": {"actor": [1, 3], "rollout": [1, 3]}}, "every rank replays every image"),
+        ({"rollout.rollout_engine": EMBEDDED, "rollout.rollout_engine_dtype": "fp32"}, "is 'fp32'"),
         ({"rollout.n_samples_per_prompt": 1}, "a group of one"),
+        ({"model.model_revision": "main"}, "--model-revision is 'main'"),
+        ({SDE: {"sde_indices": [1], "sde_pool": [2, 3]}}, "sde_pool is (2, 3)"),
     ],
 )
 def test_warnings(run, changes, expected):
     (text,) = run(changes)
     assert expected in text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout.eval_prompt_data": ("held-out_1.5", "eval.txt")},
+        {SDE: {"sde_indices": [1], "sde_type": "cps", "eta": 1.0}},
+        {SDE: {"sde_indices": [1], "eta": 1.1}},
+        {SDE: {"sde_indices": [1], "driver_sigmas": False}, "rollout.rollout_engine": "a.b:C"},
+        {"reward.scorer_path": "a.b:C"},
+        {"reward.scorer_path": "a.b:C", "reward.component_weights": {"group": 2}},
+        {"fsdp.param_dtype": "fp32", "weight_sync.wire_dtype": "fp32", "rollout.rollout_engine_dtype": "fp32"},
+    ],
+    ids=str,
+)
+def test_what_is_allowed(run, changes):
+    assert run(changes) == []
+
+
+def test_a_component_may_have_any_name_whose_metrics_are_its_own():
+    """By the table: a component's metrics must not read as other rows of it."""
+
+    def clashes(component: str) -> bool:
+        rows = {find_metric(f"reward/{component}_{name}").name for name in ("mean", "std", "min", "max")}
+        return rows != {f"reward/<component>_{name}" for name in ("mean", "std", "min", "max")}
+
+    own = [metric.name.removeprefix("reward/") for metric in METRICS if metric.name.startswith("reward/")]
+    candidates = {name.removesuffix(end) for name in own for end in ("", "_mean", "_std", "_min", "_max")}
+    assert {name for name in candidates if "<" not in name and clashes(name)} == set(RESERVED_COMPONENTS)
+
+
+def test_a_declared_component_may_not_break_metric_names(good, toy):
+    class Odd(type(toy.plugin)):
+        @hookimpl
+        def relax_register_rewards(self, register):
+            register(RewardSpec(name="taste", scorer="a:B", components=("advantage", "how sweet")))
+
+    toy.plugin = Odd()
+    registry = Registry([PluginEntry("toy", "toy_preflight_plugin:plugin", "toy-dist", "1.0")])
+    with pytest.raises(PreflightError) as caught:
+        check(resolve(good, registry=registry, environ={}), registry, environ={})
+    assert ["'advantage'" in text or "'how sweet'" in text for text in caught.value.violations] == [True, True]
+
+
+def test_lora_values_that_nobody_chose_do_not_disturb_full_training(run, make, registry):
+    config = make({"lora.alpha": 8.0})
+    for source in ("preset toy:lora", "recipe r.json:3 (preset toy:lora)"):
+        sources = config.provenance | {"lora.alpha": source}
+        assert check(config.model_copy(update={"provenance": sources}), registry, environ={}) == []
+
+
+def test_a_recipe_of_a_run_that_passed_passes(make, registry, tmp_path):
+    """Also where a preset sets an interval for evaluation prompts that the run did not have."""
+    config = make({"rollout.eval_interval": 5})
+    sources = config.provenance | {"rollout.eval_interval": "preset toy:lora"}
+    config = config.model_copy(update={"provenance": sources})
+    assert check(config, registry, environ={}) == []
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps(config.to_recipe()))
+    assert check(resolve(registry=registry, config_file=file, environ={}), registry, environ={}) == []
 
 
 def test_dance_may_train_step_0(run):
@@ -169,6 +265,32 @@ def test_a_run_folder_is_not_used_twice(run, good):
         run()
     assert caught.value.violations[0].startswith(f"--run-dir is {str(folder)!r} (call run.run_dir): ")
     assert "not empty" in caught.value.violations[0]
+
+
+def test_a_run_folder_that_cannot_be_used(run, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in ("run.run_dir", "artifact.root"):
+        for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+            with pytest.raises(PreflightError, match=f"{str(tmp_path / 'file')!r} is a file"):
+                run({path: folder})
+    # Permissions are simulated: they do not bind root, as which tests may run.
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda path, mode: path != closed)
+        for path in ("run.run_dir", "artifact.root"):
+            for folder in (closed, closed / "new" / "deeper"):
+                with pytest.raises(PreflightError) as caught:
+                    run({path: folder})
+                (text,) = caught.value.violations
+                assert f"no permission to write in {str(closed)!r}" in text
+
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr("pathlib.Path.iterdir", refuse)
+    with pytest.raises(PreflightError, match=r"--run-dir is .* cannot be read \(Permission denied\)"):
+        run({"run.run_dir": closed})
 
 
 def test_the_folder_of_the_model(run, good, toy, tmp_path):

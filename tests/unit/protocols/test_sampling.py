@@ -1,4 +1,4 @@
-"""Which steps a round trains: the guide's precedence, and numbers worked out by hand."""
+"""Which steps a round trains: the precedence of the keys, and numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from relax_sdk.errors import RecordError
 from relax_sdk.protocols import SamplingConfig
 
 
-def test_the_guides_example_window_trains_steps_0_2_4():
+def test_a_window_of_the_first_half_trains_steps_0_2_4():
     config = SamplingConfig(num_inference_steps=12, num_sde_steps=3, sde_timestep_fraction=(0.0, 0.5))
     assert config.fraction_window() == (0, 1, 2, 3, 4, 5)
     assert config.resolve_sde_indices(7) == (0, 2, 4)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from relax_qwen_image import plugin, presets
 from relax_qwen_image.adapter import QwenImageAdapter
 
 from relax_sdk.config import resolve
+from relax_sdk.errors import PreflightError
+from relax_sdk.preflight import check
 from relax_sdk.registry import ModelSpec, Registry
 from relax_sdk.registry.loading import PluginEntry
 
@@ -51,6 +55,15 @@ def test_preset_is_consistent_in_itself(registry, name):
     assert (config.fsdp.trainable_mode == "lora") == (config.lora.rank > 0)
 
 
+@pytest.mark.parametrize("name", ["tiny", "lora", "full"])
+def test_the_recipe_of_a_preset_is_a_configuration_file(registry, name, tmp_path):
+    config = _resolved(registry, name)
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps(config.to_recipe(), indent=2))
+    again = resolve({"run.run_dir": config.run_dir}, registry=registry, config_file=file, environ={})
+    assert again.to_values() == config.to_values()
+
+
 def test_tiny_is_bundled_and_in_float32(registry):
     config = _resolved(registry, "tiny")
     assert config.model.model_path.endswith("relax_qwen_image/assets/tiny")
@@ -58,6 +71,17 @@ def test_tiny_is_bundled_and_in_float32(registry):
     assert config.rollout.eval_prompt_data[1].name == "eval.jsonl"
     assert config.reward.model_path.endswith("relax_pickscore/assets/tiny")
     assert {config.fsdp.param_dtype, config.fsdp.master_dtype, config.rollout.rollout_engine_dtype} == {"fp32"}
+
+
+def test_the_bundled_pickscore_is_for_the_bundled_model_alone(registry, tmp_path):
+    """It would judge the pictures of any other model by what it knows: shapes."""
+    values = {"run.plugin": "qwen_image", "run.preset": "tiny", "model.model_path": str(tmp_path)}
+    config = resolve(values, registry=registry, environ={})
+    assert config.reward.model_path is None
+    with pytest.raises(PreflightError) as caught:
+        check(config, registry, environ={})
+    assert any("give --reward-model-path" in text for text in caught.value.violations)
+    assert check(_resolved(registry, "tiny"), registry, environ={}) == []
 
 
 def test_lora_is_the_verified_recipe(registry):

@@ -67,7 +67,7 @@ def requests(
 
 
 def float64_loop(request: RolloutRequest) -> tuple[torch.Tensor, torch.Tensor]:
-    """States [K, T+1, N, C] and log-probs [K, T] of a group, stepped from the design note."""
+    """States [K, T+1, N, C] and log-probs [K, T] of a group, stepped by the formulas written out here."""
     model = TinyTransformer().double()
     sigmas = request.sigmas
     assert sigmas is not None
