@@ -117,7 +117,11 @@ def _write_records(formatter: click.HelpFormatter, records: list[tuple[str, str]
 def config_options(function: _F) -> _F:
     """Add ``--config`` and every flag of the schema to a command."""
     params: list[click.Parameter] = [
-        click.Option(["--config", "config_file"], metavar="FILE", help="YAML file with one mapping per section, or the recipe.json of a run.")
+        click.Option(
+            ["--config", "config_file"],
+            metavar="FILE",
+            help="YAML file with one mapping per section, or the recipe.json of a run.",
+        )
     ]
     params += [ConfigOption(option) for option in options()]
     # click reads decorators from the bottom up.

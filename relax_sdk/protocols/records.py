@@ -210,6 +210,10 @@ class TrainRow(Record):
     rewards: dict[str, float]
     sidecar: str
     policy_version: int = Field(ge=0)
+    sampling_fingerprint: str = Field("", description="sha256 of the sampler's settings and the noise schedule's.")
+    weight_manifest_hash: str = Field(
+        "", description="`ordered_name_shape_hash` of the sync that made the sampling weights; empty for the base."
+    )
 
 
 class WeightBucket(Record):

@@ -8,6 +8,8 @@ checks each response, and writes one sidecar and K images per group. It leaves o
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,6 +70,7 @@ class RolloutBatch:
     sde_indices: tuple[int, ...]
     samples_per_prompt: int
     groups: tuple[GroupResult, ...]
+    sampling_fingerprint: str = ""
 
     def reward_batch(self) -> RewardBatch:
         """Every candidate's media beside its own prompt: row ``group * K + slot``."""
@@ -119,6 +122,8 @@ class RolloutDriver:
         self._root = artifact_root
         self._task = task
         self._seed = generation_seed
+        settings = {"sampling": sampling.model_dump(mode="json"), "scheduler": dict(scheduler_config)}
+        self._fingerprint = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         self._wave_size = wave_size
         self._retention = retention
 
@@ -227,6 +232,7 @@ class RolloutDriver:
             sde_indices=sde_indices,
             samples_per_prompt=samples,
             groups=tuple(groups),
+            sampling_fingerprint=self._fingerprint,
         )
 
     def _waves(self, requests: list[RolloutRequest]) -> list[list[RolloutRequest]]:

@@ -236,6 +236,8 @@ class ActorRole:
             )
         if trajectory.sample_indices.tolist() != [row.slot for row in rows]:
             raise TrainingError("sidecar and rows disagree about the candidates", where=where)
+        if len({(row.sampling_fingerprint, row.weight_manifest_hash) for row in rows}) != 1:
+            raise TrainingError("rows of one group were sampled with different settings or weights", where=where)
         versions = {trajectory.policy_version, policy_version, *(row.policy_version for row in rows)}
         if len(versions) != 1:
             raise TrainingError(

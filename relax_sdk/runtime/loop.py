@@ -109,9 +109,11 @@ def _rounds(
         metrics.log(step, evaluation.metrics)
 
     evaluate(0)
+    manifest_hash = ""
     for rollout_id in range(total):
         # The policy version counts the committed syncs, one per rollout.
-        record = run_step(context, rollout_id, policy_version=rollout_id)
+        record, report = run_step(context, rollout_id, rollout_id, manifest_hash)
+        manifest_hash = report.manifest.ordered_name_shape_hash
         step = rollout_id + 1
         metrics.log(step, record)
         if step == total or (interval is not None and step % interval == 0):

@@ -26,6 +26,7 @@ from relax_sdk.protocols import TrainRow
 __all__ = ["RowQueue"]
 
 _REWARD = "reward."
+_TEXTS = ("sidecar", "sampling_fingerprint", "weight_manifest_hash")
 
 
 class RowQueue:
@@ -66,8 +67,8 @@ class RowQueue:
                 "slot": torch.tensor([row.slot for row in rows]),
                 "policy_version": torch.tensor([row.policy_version for row in rows]),
                 "advantage": torch.tensor([row.advantage for row in rows], dtype=torch.float64),
-                "sidecar": NonTensorStack(*[row.sidecar for row in rows]),
             }
+            | {name: NonTensorStack(*[getattr(row, name) for row in rows]) for name in _TEXTS}
             | {
                 f"{_REWARD}{name}": torch.tensor([row.rewards[name] for row in rows], dtype=torch.float64)
                 for name in components
@@ -110,7 +111,7 @@ class RowQueue:
                     for name, column in columns.items()
                     if name.startswith(_REWARD)
                 },
-                sidecar=columns["sidecar"][index],
+                **{name: columns[name][index] for name in _TEXTS},
                 policy_version=columns["policy_version"][index],
             )
             for index in range(len(expected))

@@ -34,13 +34,16 @@ def combined_advantages(
     return combine_components(normalised, weights)
 
 
-def train_rows(batch: RolloutBatch, scores: RewardScores, advantages: Tensor) -> list[TrainRow]:
+def train_rows(
+    batch: RolloutBatch, scores: RewardScores, advantages: Tensor, *, weight_manifest_hash: str = ""
+) -> list[TrainRow]:
     """One row per candidate, in (group, slot) order.
 
     Args:
         batch: a training round; every group has its sidecar.
         scores: rows ``group * K + slot``.
         advantages: [B].
+        weight_manifest_hash: of the sync that made the weights the round was sampled with.
     """
     assert batch.rollout_id is not None
     size = batch.samples_per_prompt
@@ -53,6 +56,8 @@ def train_rows(batch: RolloutBatch, scores: RewardScores, advantages: Tensor) ->
             rewards={name: values[group.group_index * size + slot] for name, values in scores.components.items()},
             sidecar=str(group.sidecar),
             policy_version=batch.policy_version,
+            sampling_fingerprint=batch.sampling_fingerprint,
+            weight_manifest_hash=weight_manifest_hash,
         )
         for group in batch.groups
         for slot in range(size)

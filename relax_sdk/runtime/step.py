@@ -9,6 +9,7 @@ import torch
 
 from relax_sdk.config import RunConfig
 from relax_sdk.data import PromptSampler
+from relax_sdk.protocols import SyncReport
 from relax_sdk.rewards import RewardManager
 from relax_sdk.rollout import RolloutDriver, image_statistics
 from relax_sdk.runtime.cluster import Cluster
@@ -31,16 +32,19 @@ class StepContext:
     line: Callable[[str], None]
 
 
-def run_step(context: StepContext, rollout_id: int, policy_version: int) -> dict[str, float]:
+def run_step(
+    context: StepContext, rollout_id: int, policy_version: int, weight_manifest_hash: str
+) -> tuple[dict[str, float], SyncReport]:
     """Roll out, train and sync once.
 
     Args:
         context: the run.
         rollout_id: the round, counted from 0.
         policy_version: of the weights that actor and engines hold now; both hold the next one on return.
+        weight_manifest_hash: of the sync that brought those weights; empty for the base.
 
     Returns:
-        The step's metrics by name.
+        The step's metrics by name, and the weight sync at its end.
     """
     config, actor, queue = context.config, context.cluster.actor, context.cluster.rows
     timer = PhaseTimer(context.phase, f"rollout {rollout_id + 1}")
@@ -58,7 +62,7 @@ def run_step(context: StepContext, rollout_id: int, policy_version: int) -> dict
     scores, weights = rewards.scores, context.rewards.component_weights
     advantages = combined_advantages(scores, weights, group_size=config.group_size, std_mode=config.std_mode)
     with timer("train"):
-        queue.put(train_rows(batch, scores, advantages))
+        queue.put(train_rows(batch, scores, advantages, weight_manifest_hash=weight_manifest_hash))
         update = actor.update(rollout_id, groups=len(prompts), candidates=config.group_size)
         queue.clear(rollout_id, groups=len(prompts), candidates=config.group_size)
     with timer("sync"):
@@ -80,4 +84,4 @@ def run_step(context: StepContext, rollout_id: int, policy_version: int) -> dict
         "perf/train_samples_per_s": len(advantages) / timer.seconds["train"],
         "perf/train_transitions_per_s": len(advantages) * len(batch.sde_indices) / timer.seconds["train"],
     }
-    return metrics
+    return metrics, report

@@ -40,6 +40,8 @@ def row(rollout: int, group: int, slot: int, **changes: Any) -> TrainRow:
         "rewards": {"pickscore": 0.3 * slot, "other": -1.0 * group},
         "sidecar": f"/artefakte/größe_{group}.safetensors",
         "policy_version": rollout,
+        "sampling_fingerprint": "5a" * 32,
+        "weight_manifest_hash": "",
     }
     return TrainRow(**{**values, **changes})
 

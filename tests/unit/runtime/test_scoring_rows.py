@@ -49,6 +49,8 @@ def test_rows_pair_every_candidate_with_its_own_numbers() -> None:
     ]
     assert rows[2].rewards == {"a": 5.0, "b": 2.0}
     assert {(row.rollout_id, row.policy_version) for row in rows} == {(3, 7)}
+    traced = train_rows(batch(), SCORES, advantages, weight_manifest_hash="ab")
+    assert {row.weight_manifest_hash for row in traced} == {"ab"}
 
 
 def test_the_reward_batch_keeps_prompt_and_image_together() -> None:
