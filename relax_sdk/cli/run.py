@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -11,6 +13,7 @@ from relax_sdk.cli.app import debug_option
 from relax_sdk.cli.options import ConfigCommand, config_options, flags_of
 from relax_sdk.config import RunConfig, resolve
 from relax_sdk.data import load_prompts
+from relax_sdk.errors import UnknownNameError
 from relax_sdk.preflight import check
 from relax_sdk.registry import Registry
 
@@ -56,11 +59,14 @@ def preflight_command(**parameters: Any) -> None:
 
 
 def checked_config(registry: Registry, parameters: dict[str, Any]) -> RunConfig:
-    """Resolve the configuration, read the prompt files, run preflight, and print its warnings to stderr.
+    """Resolve the configuration, read the prompt files, run preflight, import the classes, print the warnings.
 
     Raises:
-        RelaxError: see `resolve`, `load_prompts` and `check`.
+        RelaxError: see `resolve`, `load_prompts`, `check` and `Spec.load`.
     """
+    # The roles see the working folder, as `python -m` does; the console script must, to judge a class that lies there.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
     config_file, flags = flags_of(parameters)
     config = resolve(registry=registry, config_file=config_file, flags=flags)
     rollout = config.rollout
@@ -70,4 +76,10 @@ def checked_config(registry: Registry, parameters: dict[str, Any]) -> RunConfig:
             load_prompts(path, task=config.model.generation_task)
     for text in check(config, registry):
         click.echo(click.style("warning: ", fg="yellow", bold=True) + text, err=True)
+    # Last, because it may load torch: a class that does not import or fit is found here, not after the models loaded.
+    registry.engine(rollout.rollout_engine).load()
+    scorer = registry.reward(str(config.reward.scorer_path)).load()
+    for name in config.reward.component_weights or {}:
+        if name not in scorer.components:
+            raise UnknownNameError("reward component", name, scorer.components, where="--reward-component-weights")
     return config

@@ -270,5 +270,5 @@ def json_value(text: str, source: str) -> Any:
             f"not valid JSON: {text!r}",
             where=source,
             expected=f"JSON; at character {error.pos + 1}: {error.msg}",
-            next_step="quote it for the shell, e.g. '{\"height\": 512}'",
+            next_step="quote it for the shell, e.g. '{\"height\": 512}' or '[\"pickscore\"]'",
         ) from error

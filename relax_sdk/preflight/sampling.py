@@ -121,6 +121,13 @@ def noise_level_fits_the_transition(situation: Situation) -> Iterator[str]:
 
 def pool_is_not_used(situation: Situation) -> Iterator[str]:
     """Only a per-rollout draw looks at the pool."""
+    given = situation.config.provenance.get("sampling.sampling_config.sde_indices", "default")
+    chosen = not given.startswith(("default", "preset", "derived"))
+    if chosen and situation.sampling.sde_indices is not None and situation.sampling.sde_resample_per_rollout:
+        yield (
+            f"{situation.given_sampling('sde_indices')}: it has no effect while sde_resample_per_rollout is true; "
+            "set that to false"
+        )
     if situation.sampling.sde_pool is not None and not situation.sampling.sde_resample_per_rollout:
         yield f"{situation.given_sampling('sde_pool')}: it has no effect without sde_resample_per_rollout"
 

@@ -105,7 +105,7 @@ class Spec(Record):
         return []
 
     def _next_step(self) -> str | None:
-        return f"relax-sdk plugins show {self.plugin} --check" if self.plugin else None
+        return f"mend the class, then: relax-sdk plugins show {self.plugin} --check" if self.plugin else None
 
 
 class ModelSpec(Spec):

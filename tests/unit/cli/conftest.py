@@ -58,6 +58,11 @@ class Adapter:
     def weight_name_map(self): return str
     def load_embedded_model(self, model_path, *, revision, device, dtype): ...
     def pack_initial_noise(self, noise): ...
+
+class Taste:
+    components = ("taste",)
+    required_tracks = ("image",)
+    def score(self, batch): ...
 """
 
 PLUGIN = """
@@ -71,7 +76,8 @@ def relax_register_models(register):
 
 @hookimpl
 def relax_register_rewards(register):
-    register(RewardSpec(name="clitaste", scorer="climodel_adapter:Adapter", components=("taste",)))
+    register(RewardSpec(name="clitaste", scorer="climodel_adapter:Taste", components=("taste",)))
+    register(RewardSpec(name="clisour", scorer="climodel_adapter:Adapter"))
 
 def demo():
     root = Path(__file__).parent

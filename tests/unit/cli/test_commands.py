@@ -109,6 +109,24 @@ def test_doctor(relax):
     assert "disk" in relax("doctor").out
 
 
+def test_preflight_imports_the_named_classes(relax, climodel, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Also one that lies in the working folder, which the roles will see too."""
+    (tmp_path / "lying_here.py").write_text(
+        "class Here:\n"
+        "    components = ('here',)\n"
+        "    required_tracks = ('image',)\n"
+        "    def score(self, batch): ...\n"
+    )
+    assert relax("preflight", "--plugin", "climodel", "--reward", "lying_here:Here").code == 0
+    wrong = relax("preflight", "--plugin", "climodel", "--reward", "lying_here:There")
+    assert (wrong.code, "There" in wrong.err) == (3, True)
+    assert relax("preflight", "--plugin", "climodel", "--reward", "absent_module:X").code == 3
+    weights = ("--reward-component-weights", '{"her": 1}', "--reward", "lying_here:Here")
+    unknown = relax("preflight", "--plugin", "climodel", *weights)
+    assert unknown.code == 2
+    assert "did you mean 'here'?" in unknown.err
+
+
 def test_preflight(relax, climodel):
     ended = relax("preflight", "--plugin", "climodel")
     assert (ended.code, ended.out, ended.err) == (0, "", "preflight passed\n")
