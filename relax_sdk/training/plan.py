@@ -40,7 +40,7 @@ def plan_updates(
         candidates: candidates K of each group.
         rank: this rank.
         world: ranks in all.
-        micro_batch_size: the largest number of candidates in one forward.
+        micro_batch_size: candidates in one forward when that divides the share of a group; else the whole share.
         num_updates: ``--num-updates-per-batch``.
 
     Returns:

@@ -112,10 +112,7 @@ def test_doctor(relax):
 def test_preflight_imports_the_named_classes(relax, climodel, tmp_path) -> None:  # type: ignore[no-untyped-def]
     """Also one that lies in the working folder, which the roles will see too."""
     (tmp_path / "lying_here.py").write_text(
-        "class Here:\n"
-        "    components = ('here',)\n"
-        "    required_tracks = ('image',)\n"
-        "    def score(self, batch): ...\n"
+        "class Here:\n    components = ('here',)\n    required_tracks = ('image',)\n    def score(self, batch): ...\n"
     )
     assert relax("preflight", "--plugin", "climodel", "--reward", "lying_here:Here").code == 0
     wrong = relax("preflight", "--plugin", "climodel", "--reward", "lying_here:There")

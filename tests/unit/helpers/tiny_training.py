@@ -193,6 +193,7 @@ def two_rank_entry(rank: int, folder: str) -> None:
         "full": two_rank_update("full", candidates=4),
         "lora": two_rank_update("lora", candidates=4),
         "redundant": two_rank_update("full", candidates=3),
+        "uncentred": two_rank_update("full", candidates=4, shift=2.0),
         "misaligned": misaligned_error(rank),
         # Last: ranks that part ways here have no common collective afterwards.
         "poisoned": poisoned_candidate_of_the_other_rank(),
@@ -201,11 +202,16 @@ def two_rank_entry(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def two_rank_update(mode: str, *, candidates: int) -> dict[str, Any]:
+def shifted(groups: list[TrainGroup], shift: float) -> list[TrainGroup]:
+    """The groups with a constant added to every advantage."""
+    return [dataclasses.replace(group, advantages=group.advantages + shift) for group in groups]
+
+
+def two_rank_update(mode: str, *, candidates: int, shift: float = 0.0) -> dict[str, Any]:
     adapter = TinyAdapter()
     made = make_trainer(adapter, mode=mode, micro=1, updates=2)
     with captured_gradients(made.module) as gradients:
-        metrics = made.update(tiny_groups(4, candidates)).metrics
+        metrics = made.update(shifted(tiny_groups(4, candidates), shift)).metrics
     replayed = sum(latents.shape[0] for grad, latents in adapter.forwards if grad)
     return {"metrics": metrics, "weights": weights(made.module), "gradients": gradients, "replayed": replayed}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
-from tiny_training import make_trainer, tiny_groups, two_rank_entry, weights
+from tiny_training import make_trainer, shifted, tiny_groups, two_rank_entry, weights
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,16 @@ def test_two_ranks_train_like_one(two_ranks: list[dict[str, Any]], scenario: str
     assert first["metrics"]["train/first_update_ratio_max_deviation"] == 0.0
     replayed = 4 * candidates * 2
     assert first["replayed"] == second["replayed"] == (replayed if scenario == "redundant" else replayed // 2)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_loss_of_two_ranks_is_that_of_one(two_ranks: list[dict[str, Any]]) -> None:
+    """Advantages that do not cancel give a loss that can be compared relatively: about -2."""
+    one = make_trainer(mode="full", micro=1, updates=2).update(shifted(tiny_groups(4, 4), 2.0)).metrics
+    assert one["train/loss"] < -1
+    for results in two_ranks:
+        for name in ("train/loss", "train/grad_norm"):
+            assert results["uncentred"]["metrics"][name] == pytest.approx(one[name], rel=1e-4), name
 
 
 def test_ranks_with_different_counts_raise_instead_of_hanging(two_ranks: list[dict[str, Any]]) -> None:
