@@ -44,7 +44,9 @@ class LiveObserver:
         if name != self._name:
             self._name = name
             self._progress.reset(self._task)
-        self._progress.update(self._task, description=name, completed=done, total=total or None)
+        self._progress.update(self._task, description=name, completed=done)
+        # `update` takes None for "leave it": a phase of unknown length would show the length of the one before.
+        self._progress.tasks[0].total = total or None
 
     def line(self, text: str) -> None:
         """Print above the bar, as written: no markup, no wrapping at words of its own."""
@@ -58,13 +60,28 @@ def terminal_observer() -> Iterator[Observer]:
         yield LineObserver()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        Task,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+    from rich.text import Text
+
+    class Count(MofNCompleteColumn):
+        """``3/8``, and nothing while the length is unknown."""
+
+        def render(self, task: Task) -> Text:
+            return Text() if task.total is None else super().render(task)
 
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        Count(),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
