@@ -22,7 +22,7 @@ from relax_sdk.config.sections import (
     SamplingSection,
     WeightSyncSection,
 )
-from relax_sdk.config.sources import origin
+from relax_sdk.config.sources import is_chosen
 
 __all__ = [
     "ArtifactSection",
@@ -41,7 +41,7 @@ __all__ = [
     "SamplingSection",
     "WeightSyncSection",
     "explain",
+    "is_chosen",
     "options",
-    "origin",
     "resolve",
 ]

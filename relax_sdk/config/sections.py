@@ -296,6 +296,11 @@ class LoraSection(Section):
         False, description="Send only the adapter to the engines, or the merged weights."
     )
 
+    @property
+    def scale_numerator(self) -> float:
+        """``alpha``, or the rank when it is not set: the adapter is scaled by this over the rank."""
+        return float(self.rank) if self.alpha is None else self.alpha
+
 
 class RewardSection(Section):
     """Scoring."""

@@ -17,7 +17,7 @@ from relax_sdk.config.schema import section_types
 from relax_sdk.errors import ConfigError, nearest_name
 from relax_sdk.protocols import SamplingConfig
 
-__all__ = ["Entry", "Layer", "from_environment", "from_flags", "from_mapping", "from_yaml", "origin"]
+__all__ = ["Entry", "Layer", "from_environment", "from_flags", "from_mapping", "from_yaml", "is_chosen", "origin"]
 
 CONTROL_VARIABLES = ("RELAX_DISABLE_PLUGINS",)
 """``RELAX_*`` variables that are not fields."""
@@ -45,6 +45,11 @@ def origin(source: str) -> str:
     """Where a value first came from: what a recipe recorded as its source, or the source itself."""
     recorded = _RECIPE_SOURCE.fullmatch(source)
     return recorded[1] if recorded is not None else source
+
+
+def is_chosen(provenance: Mapping[str, str], path: str) -> bool:
+    """Whether a person gave the value: neither a default, nor a preset's, nor derived, also by way of a recipe."""
+    return not origin(provenance.get(path, "default")).startswith(("default", "preset", "derived"))
 
 
 def from_mapping(values: Mapping[Any, Any], source: Callable[[tuple[str, ...]], str]) -> Layer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from relax_sdk.config import RunConfig, origin
+from relax_sdk.config import RunConfig, is_chosen
 from relax_sdk.preflight.situation import METRIC_WORD, Rule, Situation
 
 __all__ = ["RULES", "WARNINGS", "candidates_of_a_group_per_rank"]
@@ -29,7 +29,7 @@ def batch_is_given(situation: Situation) -> Iterator[str]:
     if rollout.n_samples_per_prompt is None:
         yield "give --n-samples-per-prompt: images of one prompt, which are compared with each other"
     # A preset may offer an interval for prompts that only the user has.
-    chosen = not origin(situation.config.provenance.get("rollout.eval_interval", "")).startswith("preset")
+    chosen = is_chosen(situation.config.provenance, "rollout.eval_interval")
     if rollout.eval_interval is not None and rollout.eval_prompt_data is None and chosen:
         yield f"{situation.given('rollout.eval_interval')}: give --eval-prompt-data NAME PATH too"
 

@@ -100,16 +100,18 @@ def _gpus() -> Finding:
 
 def available_cores() -> int:
     """Cores that this process may use: its affinity, or its container's quota when that is less; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_cores()
+    cores, quota = _cores_by_affinity(), _cgroup_cores()
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 def _cores() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = _cgroup_cores()
+    cores, limit = _cores_by_affinity(), _cgroup_cores()
     detail = f"{cores} cores" + (f", limited to {limit:g} by the container" if limit and limit < cores else "")
     return Finding("cpu", "ok" if cores >= 2 else "warn", detail, "" if cores >= 2 else "two cores or more are usual")
+
+
+def _cores_by_affinity() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cgroup_cores(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from relax_sdk.config import is_chosen
 from relax_sdk.preflight.situation import Rule, Situation, call_adapter
 from relax_sdk.protocols import SamplingConfig
 
@@ -119,15 +120,19 @@ def noise_level_fits_the_transition(situation: Situation) -> Iterator[str]:
         yield f"{situation.given_sampling('eta')}: expected at most 1 with sde_type 'cps'"
 
 
-def pool_is_not_used(situation: Situation) -> Iterator[str]:
-    """Only a per-rollout draw looks at the pool."""
-    given = situation.config.provenance.get("sampling.sampling_config.sde_indices", "default")
-    chosen = not given.startswith(("default", "preset", "derived"))
-    if chosen and situation.sampling.sde_indices is not None and situation.sampling.sde_resample_per_rollout:
+def indices_are_not_used(situation: Situation) -> Iterator[str]:
+    """A per-rollout draw wins over explicit steps; a preset may hold both."""
+    sampling = situation.sampling
+    chosen = is_chosen(situation.config.provenance, "sampling.sampling_config.sde_indices")
+    if chosen and sampling.sde_indices is not None and sampling.sde_resample_per_rollout:
         yield (
             f"{situation.given_sampling('sde_indices')}: it has no effect while sde_resample_per_rollout is true; "
             "set that to false"
         )
+
+
+def pool_is_not_used(situation: Situation) -> Iterator[str]:
+    """Only a per-rollout draw looks at the pool."""
     if situation.sampling.sde_pool is not None and not situation.sampling.sde_resample_per_rollout:
         yield f"{situation.given_sampling('sde_pool')}: it has no effect without sde_resample_per_rollout"
 
@@ -153,4 +158,4 @@ RULES: tuple[Rule, ...] = (
     last_step_is_not_trained,
     family_can_sample,
 )
-WARNINGS: tuple[Rule, ...] = (pool_is_not_used,)
+WARNINGS: tuple[Rule, ...] = (indices_are_not_used, pool_is_not_used)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from relax_sdk.config import origin
+from relax_sdk.config import is_chosen
 from relax_sdk.preflight.situation import Rule, Situation
 
 __all__ = ["RULES", "WARNINGS"]
@@ -45,8 +45,7 @@ def full_training_has_no_lora_values(situation: Situation) -> Iterator[str]:
         "target_modules": lora.target_modules is not None,
     }
     for field, is_set in chosen.items():
-        source = origin(config.provenance.get(f"lora.{field}", "default"))
-        if is_set and not source.startswith(("preset", "derived")):
+        if is_set and is_chosen(config.provenance, f"lora.{field}"):
             yield f"{situation.given(f'lora.{field}')}: full training has no LoRA; give --fsdp-trainable-mode lora too"
 
 

@@ -17,7 +17,7 @@ from relax_sdk.errors import RelaxError, TrainingError, WeightSyncError
 from relax_sdk.protocols import FullWeightManifest, SyncReport, TrainRow
 from relax_sdk.registry import ModelSpec, WeightSyncSpec
 from relax_sdk.rollout import read_sidecar
-from relax_sdk.runtime.calls import wait_all
+from relax_sdk.runtime.calls import engine_names, wait_all
 from relax_sdk.runtime.rows import RowQueue
 from relax_sdk.training import TORCH_DTYPES, Trainer, TrainerSettings, TrainGroup, UpdateReport
 from relax_sdk.weight_sync import WireWeights
@@ -25,6 +25,7 @@ from relax_sdk.weight_sync import WireWeights
 __all__ = ["ActorRole", "SyncPlan"]
 
 
+@dataclasses.dataclass(frozen=True)
 class SyncPlan:
     """How this run's weights travel.
 
@@ -33,23 +34,12 @@ class SyncPlan:
         mode: ``"full"`` or ``"adapter"``.
         wire_dtype: ``"bf16"`` or ``"fp32"``.
         bucket_size_mb: size of a bucket.
-        target_modules: what LoRA wraps, for adapter syncs.
     """
 
-    def __init__(
-        self,
-        *,
-        spec: WeightSyncSpec,
-        mode: str,
-        wire_dtype: str,
-        bucket_size_mb: int,
-        target_modules: Sequence[str],
-    ) -> None:
-        self.spec = spec
-        self.mode = mode
-        self.wire_dtype = wire_dtype
-        self.bucket_size_mb = bucket_size_mb
-        self.target_modules = tuple(target_modules)
+    spec: WeightSyncSpec
+    mode: str
+    wire_dtype: str
+    bucket_size_mb: int
 
 
 class _Draw:
@@ -175,7 +165,7 @@ class ActorRole:
             dtype=TORCH_DTYPES[self._sync.wire_dtype],
             name_map=self._adapter.weight_name_map(),
             lora_rank=lora.rank,
-            lora_alpha=lora.alpha or float(lora.rank),
+            lora_alpha=lora.scale_numerator,
         )
         outcome: SyncReport | WeightSyncError | None = None
         if self._rank == 0:
@@ -203,17 +193,18 @@ class ActorRole:
             return wait_all(
                 [engine.call_engine.remote(method, *shared) for engine in engines],
                 what=f"weight sync ({method})",
-                names=[f"rollout engine {index}" for index in range(len(engines))],
+                names=engine_names(len(engines)),
                 timeout_s=self._timeout_s,
             )
 
+        trainer, _ = self._ready()
         lora = self._settings.lora
         adapter: dict[str, object] | None = None
         if self._sync.mode == "adapter":
             adapter = {
                 "rank": lora.rank,
-                "alpha": lora.alpha or float(lora.rank),
-                "target_modules": list(self._sync.target_modules),
+                "alpha": lora.scale_numerator,
+                "target_modules": list(trainer.target_modules),
             }
         sync_class: Any = self._sync.spec.load()
         try:

@@ -11,7 +11,17 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from relax_sdk.errors import RelaxError, RunError
 
-__all__ = ["wait_all"]
+__all__ = ["engine_names", "rank_names", "wait_all"]
+
+
+def rank_names(count: int) -> list[str]:
+    """What messages call the actor's ranks."""
+    return [f"actor rank {rank}" for rank in range(count)]
+
+
+def engine_names(count: int) -> list[str]:
+    """What messages call the rollout engines."""
+    return [f"rollout engine {index}" for index in range(count)]
 
 
 def wait_all(refs: Sequence[Any], *, what: str, names: Sequence[str], timeout_s: float) -> list[Any]:

@@ -7,6 +7,7 @@ out: several nodes' storage checks, offload, restart of a role.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -17,21 +18,19 @@ import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from relax_sdk.config import RunConfig
+from relax_sdk.config import RunConfig, is_chosen
 from relax_sdk.errors import ConfigError, RunError
 from relax_sdk.preflight import available_cores
-from relax_sdk.protocols import GenerativeModelAdapter, SyncReport
-from relax_sdk.registry import ModelSpec, Registry, RewardSpec
+from relax_sdk.protocols import SyncReport
+from relax_sdk.registry import Registry
 from relax_sdk.runtime.actor_role import ActorRole, SyncPlan
-from relax_sdk.runtime.calls import wait_all
+from relax_sdk.runtime.calls import engine_names, rank_names, wait_all
 from relax_sdk.runtime.fleet import RolloutFleet
 from relax_sdk.runtime.rollout_role import RolloutRole
 from relax_sdk.runtime.rows import RowQueue
 from relax_sdk.training import TrainerSettings, UpdateReport
 
 __all__ = ["ActorGroup", "Cluster", "open_cluster"]
-
-log = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 1800.0
 _PLACEMENT_TIMEOUT_S = 120.0
@@ -64,9 +63,10 @@ class ActorGroup:
         return report
 
     def _wait(self, calls: Sequence[Any], what: str) -> list[Any]:
-        return wait_all(calls, what=what, names=_rank_names(len(self.ranks)), timeout_s=self._timeout_s)
+        return wait_all(calls, what=what, names=rank_names(len(self.ranks)), timeout_s=self._timeout_s)
 
 
+@dataclasses.dataclass(frozen=True)
 class Cluster:
     """The running roles.
 
@@ -74,24 +74,11 @@ class Cluster:
         fleet: engines and scorer.
         actor: the training ranks.
         rows: the driver's end of TransferQueue.
-        adapter: the driver's own instance of the model family.
-        reward: the scorer's spec.
     """
 
-    def __init__(
-        self,
-        *,
-        fleet: RolloutFleet,
-        actor: ActorGroup,
-        rows: RowQueue,
-        adapter: GenerativeModelAdapter,
-        reward: RewardSpec,
-    ) -> None:
-        self.reward = reward
-        self.adapter = adapter
-        self.fleet = fleet
-        self.actor = actor
-        self.rows = rows
+    fleet: RolloutFleet
+    actor: ActorGroup
+    rows: RowQueue
 
 
 @contextlib.contextmanager
@@ -131,7 +118,7 @@ def open_cluster(config: RunConfig, registry: Registry, *, on_phase: Callable[[s
         rows = RowQueue(config.run_dir.name, start=True)
         stack.callback(rows.close)
         started += [rank.attach_rows.remote() for rank in ranks]
-        names = _engine_names(len(engines)) + _rank_names(len(ranks)) * 2
+        names = engine_names(len(engines)) + rank_names(len(ranks)) * 2
         results = wait_all(started, what="start", names=names, timeout_s=_START_TIMEOUT_S)
         components, tracks = results[0]
         fleet = RolloutFleet(
@@ -145,8 +132,6 @@ def open_cluster(config: RunConfig, registry: Registry, *, on_phase: Callable[[s
             fleet=fleet,
             actor=ActorGroup(ranks, timeout_s=_whole_call(config)),
             rows=rows,
-            adapter=registry.model(str(config.model.model_adapter_path)).load()(),
-            reward=registry.reward(str(config.reward.scorer_path)),
         )
 
 
@@ -184,7 +169,7 @@ def _use_gpu(config: RunConfig, *, owned: bool) -> bool:
         return False
     if owned and torch.cuda.device_count() == 0:
         return False
-    if available < config.actor_world and config.provenance.get("backend.resource", "").startswith("preset"):
+    if available < config.actor_world and not is_chosen(config.provenance, "backend.resource"):
         # The user did not ask for these devices: a preset that fits a CPU runs there.
         return False
     if available < config.actor_world:
@@ -248,7 +233,7 @@ def _create_roles(config: RunConfig, registry: Registry, group: Any, *, use_gpu:
             world=world,
             model=model,
             settings=_trainer_settings(config),
-            sync=_sync_plan(config, registry, model),
+            sync=_sync_plan(config, registry),
             run_name=config.run_dir.name,
             timeout_s=float(config.backend.collective_timeout_s),
             device=device,
@@ -272,13 +257,12 @@ def _trainer_settings(config: RunConfig) -> TrainerSettings:
     )
 
 
-def _sync_plan(config: RunConfig, registry: Registry, model: ModelSpec) -> SyncPlan:
+def _sync_plan(config: RunConfig, registry: Registry) -> SyncPlan:
     return SyncPlan(
         spec=registry.weight_sync("stream"),
         mode=config.sync_mode,
         wire_dtype=config.weight_sync.wire_dtype,
         bucket_size_mb=config.weight_sync.bucket_size_mb,
-        target_modules=config.lora.target_modules or model.load().lora_target_modules,
     )
 
 
@@ -290,11 +274,3 @@ def _stop(engines: Sequence[Any], *, timeout_s: float) -> None:
 def _kill(actors: Sequence[Any]) -> None:
     for actor in actors:
         ray.kill(actor)
-
-
-def _rank_names(count: int) -> list[str]:
-    return [f"actor rank {rank}" for rank in range(count)]
-
-
-def _engine_names(count: int) -> list[str]:
-    return [f"rollout engine {index}" for index in range(count)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from relax_sdk.errors import RewardError
 from relax_sdk.protocols import RewardBatch, RewardScores, RolloutRequest, RolloutResponse
-from relax_sdk.runtime.calls import wait_all
+from relax_sdk.runtime.calls import engine_names, wait_all
 
 __all__ = ["RolloutFleet"]
 
@@ -48,7 +48,7 @@ class RolloutFleet:
         calls = [
             worker.generate.remote(list(requests)) for worker, requests in zip(self.workers, assignments, strict=True)
         ]
-        return wait_all(calls, what="generate", names=self._names(), timeout_s=self._timeout_s)
+        return wait_all(calls, what="generate", names=engine_names(self.size), timeout_s=self._timeout_s)
 
     def score(self, batch: RewardBatch) -> RewardScores:
         """Score in chunks of whole rows spread over the workers; the result in row order."""
@@ -63,7 +63,7 @@ class RolloutFleet:
             )
             worker = index % self.size
             calls.append(self.workers[worker].score.remote(part))
-            names.append(self._names()[worker])
+            names.append(engine_names(self.size)[worker])
         parts: list[RewardScores] = wait_all(calls, what="scoring", names=names, timeout_s=self._timeout_s)
         merged: dict[str, tuple[float, ...]] = {}
         for index, part_scores in enumerate(parts):
@@ -77,6 +77,3 @@ class RolloutFleet:
                     )
                 merged[name] = merged.get(name, ()) + values
         return RewardScores(components=merged, truncated_prompts=sum(part.truncated_prompts for part in parts))
-
-    def _names(self) -> list[str]:
-        return [f"rollout engine {index}" for index in range(self.size)]

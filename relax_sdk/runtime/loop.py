@@ -72,8 +72,12 @@ def train(config: RunConfig, *, registry: Registry, observer: Observer | None = 
         ) as metrics,
         open_cluster(config, registry, on_phase=lambda text: watcher.phase(text, 0, 0)) as cluster,
     ):
-        sampler = PromptSampler(prompts, batch_size=_batch_size(config), seed=config.run.rollout_seed)
-        context = _context(config, cluster, sampler, watcher, scheduler_config)
+        sampler = PromptSampler(
+            prompts,
+            batch_size=_required(config.rollout.rollout_batch_size, "--rollout-batch-size"),
+            seed=config.run.rollout_seed,
+        )
+        context = _context(config, registry, cluster, sampler, watcher, scheduler_config)
         evaluator = None
         if held_out:
             evaluator = Evaluator(
@@ -122,10 +126,16 @@ def _rounds(
 
 
 def _context(
-    config: RunConfig, cluster: Cluster, prompts: PromptSampler, watcher: Observer, scheduler_config: dict[str, object]
+    config: RunConfig,
+    registry: Registry,
+    cluster: Cluster,
+    prompts: PromptSampler,
+    watcher: Observer,
+    scheduler_config: dict[str, object],
 ) -> StepContext:
+    reward = registry.reward(str(config.reward.scorer_path))
     driver = RolloutDriver(
-        adapter=cluster.adapter,
+        adapter=registry.model(str(config.model.model_adapter_path)).load()(),
         sampling=config.sampling.sampling_config,
         scheduler_config=scheduler_config,
         fleet=cluster.fleet,
@@ -139,8 +149,8 @@ def _context(
         cluster.fleet,
         required_components=tuple(config.reward.required_components or cluster.fleet.components),
         component_weights=config.reward.component_weights or dict.fromkeys(cluster.fleet.components, 1.0),
-        name=cluster.reward.name,
-        where=cluster.reward.import_string,
+        name=reward.name,
+        where=reward.import_string,
     )
     return StepContext(
         config=config,
@@ -197,10 +207,6 @@ def _new_run_dir(config: RunConfig) -> Path:
             f"{str(used)!r} is not empty", where="--run-dir, --artifact-root", expected="a new or an empty folder"
         )
     return run_dir
-
-
-def _batch_size(config: RunConfig) -> int:
-    return _required(config.rollout.rollout_batch_size, "--rollout-batch-size")
 
 
 def _required(value: _T | None, flag: str) -> _T:

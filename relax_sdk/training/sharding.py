@@ -55,9 +55,7 @@ def prepare_module(
             expected="one of " + ", ".join(sorted(k for k, v in vars(bundle).items() if isinstance(v, nn.Module))),
         )
     if fsdp.trainable_mode == "lora":
-        inject_lora(
-            module, rank=lora.rank, alpha=lora.alpha or float(lora.rank), target_modules=target_modules, seed=seed
-        )
+        inject_lora(module, rank=lora.rank, alpha=lora.scale_numerator, target_modules=target_modules, seed=seed)
     else:
         module.requires_grad_(True)
     _check_boundary(module, fsdp.trainable_mode)

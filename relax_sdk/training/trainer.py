@@ -76,6 +76,7 @@ class Trainer:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self.optimizer_steps = 0
         self.policy_version = 0
+        self.target_modules = tuple(settings.lora.target_modules or adapter.lora_target_modules)
         self.module = self._load()
         self._optimizer = build_optimizer(trainable_parameters(self.module), settings.optimizer)
         self._peak_lr: float = self._optimizer.defaults["lr"]
@@ -94,12 +95,11 @@ class Trainer:
                     settings.model_path, revision=settings.model_revision, dtype=dtype
                 )
             dist.barrier()
-        targets = tuple(settings.lora.target_modules or self._adapter.lora_target_modules)
         module = prepare_module(
             bundle,
             fsdp=settings.fsdp,
             lora=settings.lora,
-            target_modules=targets,
+            target_modules=self.target_modules,
             block_module_names=self._adapter.block_module_names,
             mesh=init_device_mesh(self._device.type, (self._world,)),
             seed=settings.seed,

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from relax_sdk.config import RunConfig, origin, resolve
+from relax_sdk.config import RunConfig, is_chosen, resolve
+from relax_sdk.config.sources import origin
 from relax_sdk.errors import ConfigError
 
 FIRST = datetime.datetime(2030, 1, 2, 3, 4, 5)
@@ -62,6 +63,14 @@ def test_sources_tell_the_line_and_where_the_recipe_had_it_from(toy, tmp_path):
     assert third.provenance["optimizer.lr"].endswith("(preset toy:tiny)")
     assert third.provenance["optimizer.lr"].count("recipe.json") == 1
     assert origin("flag --lr") == "flag --lr"
+
+
+def test_a_recipe_does_not_turn_a_preset_or_a_default_into_a_choice(toy, tmp_path):
+    config = first(toy)
+    again = resolve(registry=toy, environ={}, config_file=written(config, tmp_path))
+    for path, chosen in (("optimizer.lr", False), ("backend.resource", False), ("optimizer.adam_eps", True)):
+        assert is_chosen(config.provenance, path) is chosen
+        assert is_chosen(again.provenance, path) is chosen
 
 
 def test_flags_win_and_what_follows_from_them_is_derived_anew(toy, tmp_path):
