@@ -11,6 +11,7 @@ from relax_sdk.config.recipe import environment_of_run
 from relax_sdk.config.sections import (
     ArtifactSection,
     BackendSection,
+    ControlSection,
     FlowGrpoSection,
     FsdpSection,
     LoraSection,
@@ -51,6 +52,7 @@ class RunConfig(BaseModel):
     lora: LoraSection = Field(default_factory=LoraSection)
     reward: RewardSection = Field(default_factory=RewardSection)
     weight_sync: WeightSyncSection = Field(default_factory=WeightSyncSection)
+    control: ControlSection = Field(default_factory=ControlSection)
     provenance: dict[str, str] = Field(default_factory=dict, exclude=True, repr=False)
 
     @property

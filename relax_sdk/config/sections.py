@@ -17,6 +17,7 @@ from relax_sdk.protocols import SamplingConfig
 __all__ = [
     "ArtifactSection",
     "BackendSection",
+    "ControlSection",
     "Flag",
     "FlowGrpoSection",
     "FsdpSection",
@@ -99,6 +100,15 @@ class BackendSection(Section):
     )
     fully_async: Annotated[bool, Flag("switch")] = Field(False, description="Refused: training is synchronous.")
     hybrid: Annotated[bool, Flag("switch")] = Field(False, description="Refused: training is synchronous.")
+    offload_train: Annotated[bool, Flag("switch")] = Field(
+        False, description="While engines sample, keep the actor's weights and AdamW state in pinned host memory."
+    )
+    offload_rollout: Annotated[bool, Flag("switch")] = Field(
+        False, description="While the actor trains, free the engines' memory; a sync needs only their transformer."
+    )
+    use_fault_tolerance: Annotated[bool, Flag("switch")] = Field(
+        False, description="Start an engine that died again, with the current weights, instead of ending the run."
+    )
     resource: Annotated[dict[str, tuple[int, int]], Flag("nodes x devices")] = Field(
         {"actor": (1, 1), "rollout": (1, 1)},
         description="[1, devices] of each role; a rank is one device or CPU process.",
@@ -141,9 +151,15 @@ class RolloutSection(Section):
         Field("local", description="The engine that samples.")
     )
     rollout_engine_dtype: Annotated[Dtype, Flag("dtype")] = Field(
-        "bf16", description="Parameter dtype of the embedded engine's model."
+        "bf16", description="Dtype in which the engine holds its model."
     )
     rollout_num_gpus_per_engine: Annotated[int, Flag("devices")] = Field(1, description="Devices of one engine.")
+    rollout_candidates_per_request: Annotated[int | None, Flag("images", unset="sglang 1, local a group")] = Field(
+        None, ge=1, description="Candidates sampled together; above 1, their rounding depends on their number."
+    )
+    rollout_engine_args: Annotated[str | None, Flag("arguments")] = Field(
+        None, description="Further arguments of the engine's own server, as on a command line."
+    )
     prompt_data: Annotated[Path | None, Flag("path")] = Field(
         None, description="Training prompts: JSONL, or text with one prompt per line."
     )
@@ -158,6 +174,9 @@ class RolloutSection(Section):
     )
     micro_batch_size: Annotated[int, Flag("images")] = Field(
         1, ge=1, description="Candidates of one forward of the actor; changes speed and memory only."
+    )
+    replay_steps_per_forward: Annotated[int | None, Flag("steps", unset="all trained steps")] = Field(
+        None, ge=1, description="Trained steps of a candidate in one forward, at most; changes speed and memory only."
     )
     rollout_wave_size: Annotated[int, Flag("groups")] = Field(
         0, ge=0, description="Groups that one engine takes at a time; 0 for all."
@@ -225,7 +244,7 @@ class FsdpSection(Section):
         False, description="FSDP2 parameter offload to the CPU; refused with LoRA."
     )
     load_wave_size: Annotated[int, Flag("ranks")] = Field(
-        0, ge=0, description="Ranks that load the base model at a time; 0 for all."
+        0, ge=0, description="Ranks that load and shard the base model at a time; 0 for all."
     )
     lr_scheduler: Annotated[Literal["constant", "linear", "cosine"], Flag("shape")] = Field(
         "constant", description="Learning rate after warm-up."
@@ -339,3 +358,22 @@ class WeightSyncSection(Section):
         "bf16", description="Dtype on the wire; must equal --fsdp-param-dtype."
     )
     bucket_size_mb: Annotated[int, Flag("MB")] = Field(512, ge=1, description="Size of one transfer.")
+
+
+class ControlSection(Section):
+    """The HTTP controller, through which a run is watched and stopped."""
+
+    title: ClassVar[str] = "Controller"
+
+    control: Annotated[bool, Flag("switch")] = Field(
+        True, description="Answer relax-sdk status and relax-sdk stop over HTTP while the run lasts."
+    )
+    control_host: Annotated[str, Flag("address")] = Field(
+        "127.0.0.1", min_length=1, description="Address to listen on; beyond loopback a token is required."
+    )
+    control_port: Annotated[int, Flag("port")] = Field(
+        0, ge=0, le=65535, description="Port to listen on; 0 for a free one."
+    )
+    control_token_file: Annotated[Path | None, Flag("path", unset="RELAX_CONTROL_TOKEN, or no token")] = Field(
+        None, description="File that holds the token which requests must carry."
+    )

@@ -67,6 +67,7 @@ METRICS: tuple[Metric, ...] = (
         "train/logp_parity_mean", "1", "mean |replayed anchor - engine's log-prob| over cells; healthy: 2e-5 to 6e-5"
     ),
     Metric("train/logp_parity_max", "1", "max |replayed anchor - engine's log-prob| over cells"),
+    Metric("rollout/engine_restarts", "count", "rollout engines started again since the start of the run"),
     Metric("reward/<component>_mean", "reward", "raw reward, mean over all candidates"),
     Metric("reward/<component>_std", "reward", "raw reward, standard deviation over all candidates"),
     Metric("reward/<component>_min", "reward", "raw reward, smallest"),
@@ -92,14 +93,29 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<set>/<component>_delta_t", "1", "that change over its standard error"),
     Metric("perf/rollout_time", "s", "sampling and writing artifacts"),
     Metric("perf/reward_time", "s", "scoring: transfer to the scorer, scoring, and checking its answer"),
+    Metric("perf/handover_time", "s", "engines release the devices, the actor wakes"),
     Metric("perf/train_time", "s", "handing rows over, replay and optimizer steps"),
     Metric("perf/sync_time", "s", "weight sync"),
     Metric("perf/eval_time", "s", "held-out evaluation"),
     Metric("perf/step_time", "s", "the whole training step, without evaluation"),
     Metric("perf/train_transitions_per_s", "1/s", "replayed transitions (one candidate, one trained step) per second"),
     Metric("perf/train_samples_per_s", "1/s", "trained candidates per second"),
+    Metric(
+        "perf/train_tflops",
+        "10^12 FLOP/s",
+        "model FLOPs of the replay (anchors, forward and backward) per second and device, without recomputation",
+    ),
+    Metric(
+        "perf/train_recompute_tflops", "10^12 FLOP/s", "repeated by activation checkpointing, at most; not in the MFU"
+    ),
+    Metric("perf/mfu", "1", "perf/train_tflops over the device's measured matrix rate in the compute dtype; GPUs only"),
     Metric("perf/mem_allocated_gb", "GB", "allocated device memory, worst rank, in 10^9 bytes"),
     Metric("perf/mem_reserved_gb", "GB", "reserved device memory, worst rank, in 10^9 bytes"),
+    Metric(
+        "perf/mem_idle_gb",
+        "GB",
+        "used memory of the fullest device while engines and actor are both off it: contexts and caches, in 10^9 bytes",
+    ),
     Metric("perf/mem_peak_gb", "GB", "peak allocated device memory, worst rank, in 10^9 bytes"),
 )
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from relax_sdk.errors import nearest_name
 from relax_sdk.preflight.situation import Rule, Situation, call_adapter
-from relax_sdk.protocols import EmbeddedModelAdapter
 
 __all__ = ["RULES", "WARNINGS"]
 
@@ -69,16 +68,19 @@ def _hub_hint(text: str) -> str:
 
 
 def adapter_serves_the_engine(situation: Situation) -> Iterator[str]:
-    """The embedded engine needs the optional second protocol."""
-    if situation.adapter is None or not situation.embedded:
-        return
-    needed = [name for name in vars(EmbeddedModelAdapter) if not name.startswith("_")]
-    missing = [name for name in needed if not callable(getattr(situation.adapter, name, None))]
+    """An engine may need more of the adapter than training does."""
+    missing = [] if situation.adapter is None else situation.engine.missing_from(situation.adapter)
     if missing:
         yield (
             f"{situation.given('rollout.rollout_engine')}: the adapter {type(situation.adapter).__name__} cannot serve "
-            f"it, it lacks {', '.join(missing)} (relax_sdk.protocols.EmbeddedModelAdapter)"
+            f"it, it lacks {', '.join(missing)} ({situation.engine.adapter_protocol})"
         )
+
+
+def engine_is_installed(situation: Situation) -> Iterator[str]:
+    """The engine's own checks of this machine."""
+    for text in situation.engine.preflight_problems():
+        yield f"{situation.given('rollout.rollout_engine')}: {text}"
 
 
 def revision_selects_nothing(situation: Situation) -> Iterator[str]:
@@ -91,5 +93,11 @@ def revision_selects_nothing(situation: Situation) -> Iterator[str]:
         )
 
 
-RULES: tuple[Rule, ...] = (task_is_known, model_is_chosen, model_folder_is_complete, adapter_serves_the_engine)
+RULES: tuple[Rule, ...] = (
+    task_is_known,
+    model_is_chosen,
+    model_folder_is_complete,
+    adapter_serves_the_engine,
+    engine_is_installed,
+)
 WARNINGS: tuple[Rule, ...] = (revision_selects_nothing,)

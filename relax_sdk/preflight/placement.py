@@ -41,12 +41,26 @@ def engines_tile_the_ranks(situation: Situation) -> Iterator[str]:
             f"{situation.given('rollout.rollout_num_gpus_per_engine')}: the actor's {world} ranks are not divisible "
             "by it"
         )
-    if size > 1 and situation.embedded:
-        yield f"{situation.given('rollout.rollout_num_gpus_per_engine')}: the engine 'local' uses one device"
+    most = situation.engine.max_devices
+    if most is not None and size > most:
+        yield (
+            f"{situation.given('rollout.rollout_num_gpus_per_engine')}: the engine {situation.engine.name!r} uses at "
+            f"most {most}"
+        )
     if config.backend.colocate and world != devices:
         yield (
             f"{situation.given('backend.resource')}: under --colocate the actor's {world} devices must be the "
             f"rollout's {devices}"
+        )
+
+
+def offload_has_something_to_move(situation: Situation) -> Iterator[str]:
+    """FSDP2's own offload leaves nothing on the device that ours could move."""
+    config = situation.config
+    if config.backend.offload_train and config.fsdp.cpu_offload:
+        yield (
+            f"{situation.given('backend.offload_train')}: --fsdp-cpu-offload keeps parameters and AdamW state on the "
+            "host all the time, so there is nothing to offload; leave one of them out"
         )
 
 
@@ -97,6 +111,7 @@ RULES: tuple[Rule, ...] = (
     training_is_synchronous_and_colocated,
     one_node_is_used,
     engines_tile_the_ranks,
+    offload_has_something_to_move,
     allocator_allows_ipc,
     run_folder_is_new,
     artifacts_can_be_written,

@@ -89,10 +89,13 @@ def family_can_sample(situation: Situation) -> Iterator[str]:
             yield f"--sampling-config: {text}"
 
 
-def embedded_engine_follows_the_driver(situation: Situation) -> Iterator[str]:
-    """The engine ``local`` has no schedule of its own."""
-    if situation.embedded and not situation.sampling.driver_sigmas:
-        yield f"{situation.given_sampling('driver_sigmas')}: expected true; the engine 'local' has no other schedule"
+def engine_has_a_schedule(situation: Situation) -> Iterator[str]:
+    """Some engines compute no schedule of their own."""
+    if situation.engine.driver_sigmas_only and not situation.sampling.driver_sigmas:
+        yield (
+            f"{situation.given_sampling('driver_sigmas')}: expected true; the engine {situation.engine.name!r} has no "
+            "other schedule"
+        )
 
 
 def start_noise_is_the_drivers(situation: Situation) -> Iterator[str]:
@@ -147,7 +150,7 @@ def clamp_is_the_engines(situation: Situation) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    embedded_engine_follows_the_driver,
+    engine_has_a_schedule,
     start_noise_is_the_drivers,
     clamp_is_the_engines,
     guidance_is_off,

@@ -18,8 +18,6 @@ __all__ = ["METRIC_WORD", "Rule", "Situation", "call_adapter"]
 METRIC_WORD = re.compile(r"[A-Za-z0-9_.-]+")
 """What a user's or a plug-in's part of a metric name may be made of."""
 
-_EMBEDDED_ENGINE = "local"
-
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
@@ -42,11 +40,6 @@ class Situation:
     adapter: Any
     reward: RewardSpec | None
     engine: EngineSpec
-
-    @property
-    def embedded(self) -> bool:
-        """Whether the engine is the embedded one, by whichever name it was given."""
-        return self.engine.import_string == self.registry.engine(_EMBEDDED_ENGINE).import_string
 
     @property
     def sampling(self) -> SamplingConfig:

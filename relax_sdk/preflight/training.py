@@ -153,7 +153,7 @@ def decay_is_ignored(situation: Situation) -> Iterator[str]:
 def engine_computes_in_another_dtype(situation: Situation) -> Iterator[str]:
     """Sampling and replay then round differently."""
     config = situation.config
-    if situation.embedded and config.rollout.rollout_engine_dtype != config.fsdp.param_dtype:
+    if config.rollout.rollout_engine_dtype != config.fsdp.param_dtype:
         yield (
             f"{situation.given('rollout.rollout_engine_dtype')}: differs from --fsdp-param-dtype "
             f"{config.fsdp.param_dtype}, so replayed log-probabilities differ from the sampled ones"

@@ -1,10 +1,14 @@
 """Protocols that plug-ins implement, and the records that pass between rooms. Importing this loads no torch."""
 
-from relax_sdk.protocols.adapter import EmbeddedModel, EmbeddedModelAdapter, GenerativeModelAdapter
+from relax_sdk.protocols.adapter import (
+    EmbeddedModel,
+    EmbeddedModelAdapter,
+    GenerativeModelAdapter,
+    SGLangModelAdapter,
+)
 from relax_sdk.protocols.base import Record
-from relax_sdk.protocols.engine import RolloutEngine
+from relax_sdk.protocols.engine import EngineSettings, RolloutEngine
 from relax_sdk.protocols.records import (
-    FullWeightManifest,
     GroupPlan,
     PromptRecord,
     ReplayBatch,
@@ -12,21 +16,30 @@ from relax_sdk.protocols.records import (
     RewardScores,
     RolloutRequest,
     RolloutResponse,
-    SyncReport,
     TrainRow,
     Trajectory,
-    WeightBucket,
 )
 from relax_sdk.protocols.reward import RewardScorer
 from relax_sdk.protocols.sampling import SDE_TYPES, SamplingConfig, SdeType
 from relax_sdk.protocols.tensors import Tensor, TensorSpec
-from relax_sdk.protocols.weight_sync import EngineCall, WeightSync
+from relax_sdk.protocols.transport import (
+    AdapterConfig,
+    BufferHandle,
+    FullWeightManifest,
+    SyncOffer,
+    SyncReport,
+    WeightBucket,
+)
+from relax_sdk.protocols.weight_sync import EngineLink, WeightSync
 
 __all__ = [
     "SDE_TYPES",
+    "AdapterConfig",
+    "BufferHandle",
     "EmbeddedModel",
     "EmbeddedModelAdapter",
-    "EngineCall",
+    "EngineLink",
+    "EngineSettings",
     "FullWeightManifest",
     "GenerativeModelAdapter",
     "GroupPlan",
@@ -39,8 +52,10 @@ __all__ = [
     "RolloutEngine",
     "RolloutRequest",
     "RolloutResponse",
+    "SGLangModelAdapter",
     "SamplingConfig",
     "SdeType",
+    "SyncOffer",
     "SyncReport",
     "Tensor",
     "TensorSpec",

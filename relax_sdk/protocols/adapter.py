@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from relax_sdk.protocols.sampling import SamplingConfig
     from relax_sdk.protocols.tensors import Tensor
 
-__all__ = ["EmbeddedModel", "EmbeddedModelAdapter", "GenerativeModelAdapter"]
+__all__ = ["EmbeddedModel", "EmbeddedModelAdapter", "GenerativeModelAdapter", "SGLangModelAdapter"]
 
 
 @runtime_checkable
@@ -137,4 +137,36 @@ class EmbeddedModelAdapter(Protocol):
 
     def pack_initial_noise(self, noise: Tensor) -> Tensor:
         """Turn noise drawn in ``RolloutRequest.latent_shape`` [K, *latent_shape] into tokens [K, N, C]."""
+        ...
+
+
+@runtime_checkable
+class SGLangModelAdapter(Protocol):
+    """Optional third protocol: an adapter whose family SGLang serves.
+
+    Attributes:
+        sglang_model_id: the short name under which SGLang knows the family, e.g. ``"Qwen-Image"``.
+        sglang_sampling_params: further sampling parameters that every request carries.
+    """
+
+    sglang_model_id: str
+    sglang_sampling_params: Mapping[str, Any]
+
+    def conditions_from_sglang(self, pos_cond_kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Frozen text conditions of one candidate, in the layout of `replay_transition`.
+
+        Args:
+            pos_cond_kwargs: what SGLang recorded as the transformer's positive conditions.
+
+        Raises:
+            RolloutError: something is missing, or says that the prompt was padded into the result.
+        """
+        ...
+
+    def sglang_text_was_cut(self, conditions: Mapping[str, Tensor]) -> bool:
+        """Whether these conditions fill the family's text window, so that the prompt may have been longer."""
+        ...
+
+    def pack_initial_noise(self, noise: Tensor) -> Tensor:
+        """As `EmbeddedModelAdapter.pack_initial_noise`: compared with the x_T that SGLang recorded."""
         ...

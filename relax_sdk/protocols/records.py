@@ -6,9 +6,7 @@ of a token; B rows of a batch; H, W pixels. sigma runs from 1 (noise) to 0 (imag
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -17,7 +15,6 @@ from relax_sdk.protocols.sampling import SdeType
 from relax_sdk.protocols.tensors import Tensor, TensorSpec
 
 __all__ = [
-    "FullWeightManifest",
     "GroupPlan",
     "PromptRecord",
     "ReplayBatch",
@@ -25,10 +22,8 @@ __all__ = [
     "RewardScores",
     "RolloutRequest",
     "RolloutResponse",
-    "SyncReport",
     "TrainRow",
     "Trajectory",
-    "WeightBucket",
 ]
 
 
@@ -214,41 +209,3 @@ class TrainRow(Record):
     weight_manifest_hash: str = Field(
         "", description="`ordered_name_shape_hash` of the sync that made the sampling weights; empty for the base."
     )
-
-
-class WeightBucket(Record):
-    """Some named tensors on their way to an engine, and the position of this bucket in the sync."""
-
-    index: int = Field(ge=0)
-    tensors: dict[str, Any]
-
-
-class FullWeightManifest(Record):
-    """What a sync must deliver: how many tensors, how many bytes, and which names and shapes in which order."""
-
-    mode: Literal["full", "adapter"]
-    tensors: int = Field(gt=0)
-    bytes: int = Field(gt=0)
-    ordered_name_shape_hash: str
-
-    @classmethod
-    def describe(cls, mode: Literal["full", "adapter"], entries: Iterable[tuple[str, tuple[int, ...], int]]) -> Self:
-        """Build the manifest of ``(name, shape, bytes)`` entries in the order in which they are sent.
-
-        The hash is sha256 over ``name|d0,d1,...`` lines.
-        """
-        digest = hashlib.sha256()
-        count = total = 0
-        for name, shape, size in entries:
-            digest.update(f"{name}|{','.join(str(dim) for dim in shape)}\n".encode())
-            count += 1
-            total += size
-        return cls(mode=mode, tensors=count, bytes=total, ordered_name_shape_hash=digest.hexdigest())
-
-
-class SyncReport(Record):
-    """The outcome of a committed weight sync."""
-
-    policy_version: int = Field(ge=0)
-    manifest: FullWeightManifest
-    seconds: float = Field(ge=0)

@@ -14,12 +14,24 @@ relax_api_version = RELAX_API_VERSION
 
 @hookimpl
 def relax_register_engines(register: Callable[[EngineSpec], None]) -> None:
-    """The embedded engine."""
+    """The embedded engine, and SGLang."""
     register(
         EngineSpec(
             name="local",
             engine="relax_sdk.rollout.local:LocalEngine",
+            adapter_protocol="relax_sdk.protocols:EmbeddedModelAdapter",
+            driver_sigmas_only=True,
+            max_devices=1,
             description="Embedded sampler in the rollout process, on a CPU or one GPU; shares flow with the trainer.",
+        )
+    )
+    register(
+        EngineSpec(
+            name="sglang",
+            engine="relax_sdk.rollout.sglang.engine:SGLangNativeGenerationEngine",
+            adapter_protocol="relax_sdk.protocols:SGLangModelAdapter",
+            preflight="relax_sdk.rollout.sglang.contract:preflight_problems",
+            description="Stock SGLang as a server of its own per engine; weights arrive in its device memory.",
         )
     )
 
@@ -31,6 +43,6 @@ def relax_register_weight_syncs(register: Callable[[WeightSyncSpec], None]) -> N
         WeightSyncSpec(
             name="stream",
             sync="relax_sdk.weight_sync.stream:StreamedSync",
-            description="Gathers on rank 0 and streams buckets to every engine, verified against a manifest.",
+            description="Streams buckets through device memory to every engine, verified against a manifest.",
         )
     )

@@ -129,7 +129,10 @@ class Registry:
 
     def _lookup(self, kind: type[_SpecT], name: str) -> _SpecT:
         if is_dotted(name):
-            return kind.from_path(name)
+            by_path = kind.from_path(name)
+            # One of the core's own, named by its path, keeps what the core says about it.
+            own = self._own(kind, "core").values()
+            return next((spec for spec in own if spec.import_string == by_path.import_string), by_path)
         owner = self._own(kind, "core").get(name)
         if owner is None and name in self._entries and not self._disabled:
             owner = self._own(kind, name).get(name)  # raises when it is broken: the user named it

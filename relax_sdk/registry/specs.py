@@ -216,7 +216,18 @@ class RewardSpec(Spec):
 
 
 class EngineSpec(Spec):
-    """A rollout engine: ``engine`` is the import string of the `RolloutEngine` class."""
+    """A rollout engine.
+
+    Args:
+        name: the key, e.g. ``"local"``.
+        engine: import string of the `RolloutEngine` class.
+        adapter_protocol: import string of the protocol that a model family's adapter needs beside
+            `GenerativeModelAdapter`, when there is one.
+        preflight: import string of a callable without arguments that returns the texts of what the engine lacks on
+            this machine, e.g. a package; called before anything starts.
+        driver_sigmas_only: whether it cannot compute a schedule of its own.
+        max_devices: how many devices one engine can use; None for any number.
+    """
 
     kind: ClassVar[str] = "rollout engine"
     target_field: ClassVar[str] = "engine"
@@ -224,10 +235,39 @@ class EngineSpec(Spec):
 
     name: Name
     engine: ImportString
+    adapter_protocol: ImportString | None = None
+    preflight: ImportString | None = None
+    driver_sigmas_only: bool = False
+    max_devices: int | None = Field(None, ge=1)
 
     def load(self) -> type[RolloutEngine]:
         """The engine class; see `Spec.load`."""
         return cast("type[RolloutEngine]", super().load())
+
+    def missing_from(self, adapter: Any) -> list[str]:
+        """Names of `adapter_protocol` that an adapter lacks.
+
+        Raises:
+            PluginError: the protocol cannot be imported.
+        """
+        if self.adapter_protocol is None:
+            return []
+        protocol = import_object(self.adapter_protocol, where=self.where)
+        needed = [name for name in vars(protocol) if not name.startswith("_")]
+        needed += [name for name in vars(protocol).get("__annotations__", {}) if name not in needed]
+        return sorted(name for name in needed if getattr(adapter, name, None) is None)
+
+    def preflight_problems(self) -> list[str]:
+        """What the engine lacks on this machine.
+
+        Raises:
+            PluginError: the callable is missing or raised.
+        """
+        if self.preflight is None:
+            return []
+        check = import_object(self.preflight, where=self.where)
+        with guarded(f"the checks of {self.name!r} failed", where=self.where):
+            return list(check())
 
 
 class WeightSyncSpec(Spec):

@@ -7,24 +7,39 @@ result does not depend on what else is in the request. It leaves out: batching a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from relax_sdk.errors import RolloutError, WeightSyncError
+from relax_sdk.errors import ConfigError, RolloutError, WeightSyncError, nearest_name
 from relax_sdk.flow import ode_step, sde_step, seeded_noise
 from relax_sdk.protocols import (
-    FullWeightManifest,
+    AdapterConfig,
+    EngineSettings,
     ReplayBatch,
     RolloutRequest,
     RolloutResponse,
+    SyncOffer,
     WeightBucket,
 )
-from relax_sdk.weights import inject_lora, is_lora_name, tensor_checksum, to_peft_name
+from relax_sdk.weights import (
+    OpenBuffer,
+    buffer_for,
+    bytes_checksum,
+    combine_checksums,
+    inject_lora,
+    is_lora_name,
+    lora_shapes,
+    to_peft_name,
+    to_wire_name,
+)
 
 __all__ = ["LocalEngine"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class LocalEngine:
@@ -32,13 +47,10 @@ class LocalEngine:
 
     Args:
         adapter: the model family; needs `load_embedded_model` and `pack_initial_noise`.
-        model_path: the pipeline's folder.
-        revision: passed to the adapter.
-        device: ``"cpu"`` or ``"cuda"``.
-        dtype: compute dtype of the pipeline.
+        settings: model, device, compute dtype, and which weight syncs will come.
     """
 
-    def __init__(self, *, adapter: Any, model_path: str, revision: str | None, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, *, adapter: Any, settings: EngineSettings) -> None:
         missing = [name for name in ("load_embedded_model", "pack_initial_noise") if not hasattr(adapter, name)]
         if missing:
             raise RolloutError(
@@ -47,24 +59,33 @@ class LocalEngine:
             )
         self.policy_version = 0
         self._adapter = adapter
-        self._load = {"model_path": model_path, "revision": revision, "device": device, "dtype": dtype}
-        self._device = torch.device(device)
+        self._settings = settings
+        self._device = torch.device(settings.device)
         self._model: Any = None
-        self._adapter_config: dict[str, object] | None = None
-        self._full_synced = False
-        self._manifest: FullWeightManifest | None = None
-        self._staged: dict[str, Tensor] = {}
-        self._before: tuple[int, bool, dict[str, Tensor]] | None = None
+        self._adapter_config: AdapterConfig | None = None
+        self._offer: SyncOffer | None = None
+        self._buffer: OpenBuffer | None = None
+        self._staged: list[tuple[WeightBucket, Tensor]] = []
+        self._before: tuple[int, dict[str, Tensor]] | None = None
 
     def start(self) -> None:
         """Load every component of the pipeline."""
-        self._model = self._adapter.load_embedded_model(**self._load)
+        self._model = self._adapter.load_embedded_model(
+            model_path=self._settings.model_path,
+            revision=self._settings.revision,
+            device=self._settings.device,
+            dtype=_DTYPES[self._settings.dtype],
+        )
         self._model.transformer.requires_grad_(False)
 
     def shutdown(self) -> None:
         """Drop the model."""
-        self._model = None
-        self._staged = {}
+        self._end_sync()
+        self._model = self._before = None
+
+    def problem(self) -> str | None:
+        """None: the engine lives and dies with this process."""
+        return None
 
     def release(self) -> None:
         """Nothing to do: the embedded engine keeps its memory (it is meant for small models)."""
@@ -148,100 +169,142 @@ class LocalEngine:
             truncated_prompts=int(cut),
         )
 
-    def begin_sync(self, manifest: FullWeightManifest, adapter: dict[str, object] | None = None) -> None:
-        """Open a sync; a LoRA sync wraps the layers the first time. See `RolloutEngine.begin_sync`."""
+    def begin_sync(self, offer: SyncOffer) -> None:
+        """Check names, shapes and modes, and open the buffer; a LoRA sync wraps the layers the first time.
+
+        See `RolloutEngine.begin_sync`.
+        """
+        self._end_sync()
         # First, so that an abort after a refusal below does not undo the sync before this one.
-        self._manifest, self._staged, self._before = None, {}, None
-        if (manifest.mode == "adapter") != (adapter is not None):
-            raise WeightSyncError(f"a sync in mode {manifest.mode!r} came with adapter={adapter!r}")
-        if manifest.mode == "full" and self._adapter_config is not None:
-            raise WeightSyncError("a full sync came after an adapter sync: wrapped layers would miss every base weight")
-        if manifest.mode == "adapter" and self._full_synced:
-            raise WeightSyncError("an adapter sync came after a full sync: the base is no longer the one it was for")
-        if adapter is not None:
-            if self._adapter_config is None:
-                # B is zero, so wrapping alone changes no output: a rollback may leave the layers wrapped.
-                inject_lora(self._model.transformer, **adapter)  # type: ignore[arg-type]
-                self._adapter_config = adapter
-            elif self._adapter_config != adapter:
-                raise WeightSyncError(f"the adapter changed from {self._adapter_config} to {adapter}")
-        self._manifest = manifest
+        self._before = None
+        if self._model is None:
+            raise WeightSyncError("begin_sync was called before start")
+        if offer.manifest.mode != self._settings.sync_mode:
+            raise WeightSyncError(f"sync mode {offer.manifest.mode!r} came", expected=repr(self._settings.sync_mode))
+        if self._adapter_config is not None and offer.adapter != self._adapter_config:
+            raise WeightSyncError(f"the adapter changed from {self._adapter_config!r} to {offer.adapter!r}")
+        self._check_names(offer, self._expected(offer.adapter))
+        self._buffer = OpenBuffer.open(buffer_for(offer.buffers, self._device), self._device)
+        if offer.adapter is not None and self._adapter_config is None:
+            # B is zero, so wrapping alone changes no output: a rollback leaves the layers wrapped.
+            inject_lora(self._model.transformer, **dict(offer.adapter))
+            self._adapter_config = offer.adapter
+        self._offer = offer
 
     def receive(self, bucket: WeightBucket) -> None:
-        """Stage one bucket; see `RolloutEngine.receive`."""
-        if self._manifest is None:
+        """Stage a copy of one bucket; see `RolloutEngine.receive`."""
+        offer, buffer = self._offer, self._buffer
+        if offer is None or buffer is None:
             raise WeightSyncError(f"bucket {bucket.index} came without begin_sync")
-        twice = sorted(set(bucket.tensors) & set(self._staged))
-        if twice:
-            raise WeightSyncError(f"tensors came twice: {twice[:5]}", where=f"bucket {bucket.index}")
-        # Copied: the sender's memory may be shared and reused.
-        self._staged |= {name: tensor.detach().clone() for name, tensor in bucket.tensors.items()}
+        due = (len(self._staged), sum(earlier.count for earlier, _ in self._staged))
+        if (bucket.index, bucket.first) != due:
+            raise WeightSyncError(
+                f"bucket {bucket.index} came with tensor {bucket.first} first",
+                expected=f"bucket {due[0]}, tensor {due[1]} first",
+            )
+        try:
+            offer.entries(bucket)
+        except ValueError as error:
+            raise WeightSyncError(str(error)) from error
+        sent = buffer.slot(bucket.slot)
+        if bucket.bytes > sent.numel():
+            raise WeightSyncError(f"bucket {bucket.index} has {bucket.bytes} bytes, its slot {sent.numel()}")
+        # Copied before it is checked: what was checked is then what is kept.
+        copy = sent[: bucket.bytes].clone()
+        came = bytes_checksum(copy)
+        if came != bucket.checksum:
+            raise WeightSyncError(f"bucket {bucket.index} came with checksum {came}", expected=bucket.checksum)
+        self._staged.append((bucket, copy))
 
     @torch.no_grad()
     def commit_sync(self, policy_version: int) -> str:
-        """Check everything, then copy; see `RolloutEngine.commit_sync`."""
-        manifest, staged = self._manifest, self._staged
-        if manifest is None:
+        """Check that everything is there and finite, then copy; see `RolloutEngine.commit_sync`."""
+        offer = self._offer
+        if offer is None:
             raise WeightSyncError("commit_sync came without begin_sync")
-        arrived = (
-            FullWeightManifest.describe(
-                manifest.mode,
-                (
-                    (name, tuple(tensor.shape), tensor.numel() * tensor.element_size())
-                    for name, tensor in staged.items()
-                ),
-            )
-            if staged
-            else None
-        )
-        if arrived != manifest:
-            raise WeightSyncError(f"what arrived is not what was announced: {arrived!r}", expected=repr(manifest))
-        targets = self._sync_targets(manifest.mode)
-        renamed = {self._engine_name(manifest.mode, name): tensor for name, tensor in staged.items()}
-        unknown, missing = sorted(set(renamed) - set(targets)), sorted(set(targets) - set(renamed))
-        if unknown or missing:
-            transformer = type(self._model.transformer).__name__
-            raise WeightSyncError(
-                f"{len(unknown)} unknown names (first: {unknown[:3]}), "
-                f"{len(missing)} names missing (first: {missing[:3]})",
-                expected=f"exactly the {len(targets)} {manifest.mode} tensors of {transformer}",
-            )
-        for name, tensor in renamed.items():
-            if tensor.shape != targets[name].shape:
-                raise WeightSyncError(
-                    f"{name}: shape {list(tensor.shape)} came", expected=str(list(targets[name].shape))
-                )
-            if not bool(tensor.isfinite().all()):
-                raise WeightSyncError(f"{name}: NaN or infinite values came")
+        arrived = sum(bucket.count for bucket, _ in self._staged)
+        if arrived != len(offer.tensors):
+            raise WeightSyncError(f"{arrived} tensors came", expected=f"{len(offer.tensors)}, as announced")
+        dtype = torch.bfloat16 if offer.dtype == "bfloat16" else torch.float32
+        tensors: dict[str, Tensor] = {}
+        for bucket, data in self._staged:
+            for name, shape, offset in offer.entries(bucket):
+                size = dtype.itemsize * math.prod(shape)
+                tensors[name] = data[offset : offset + size].view(dtype).view(shape)
+                if not bool(tensors[name].isfinite().all()):
+                    raise WeightSyncError(f"{name}: NaN or infinite values came")
+        parameters = dict(self._model.transformer.named_parameters())
+        targets = {name: parameters[self._engine_name(name)] for name in tensors}
         # Kept until the next sync begins: another engine may refuse this version after we took it.
-        earlier = {name: targets[name].detach().clone() for name in renamed}
-        self._before = (self.policy_version, self._full_synced, earlier)
-        for name, tensor in renamed.items():
+        earlier = {self._engine_name(name): target.detach().clone() for name, target in targets.items()}
+        self._before = (self.policy_version, earlier)
+        for name, tensor in tensors.items():
             targets[name].copy_(tensor)
-        checksum = tensor_checksum(
-            (name, targets[self._engine_name(manifest.mode, name)].to(tensor.dtype)) for name, tensor in staged.items()
-        )
-        self._full_synced = self._full_synced or manifest.mode == "full"
+        held = [
+            bytes_checksum(
+                torch.cat([targets[name].to(dtype).reshape(-1) for name, _, _ in offer.entries(bucket)])
+                .view(torch.uint8)
+                .contiguous()
+            )
+            for bucket, _ in self._staged
+        ]
         self.policy_version = policy_version
-        self._manifest, self._staged = None, {}
-        return checksum
+        self._end_sync()
+        return combine_checksums(held)
 
     @torch.no_grad()
     def abort_sync(self) -> None:
         """Forget what was staged; undo a commit of this same sync. See `RolloutEngine.abort_sync`."""
+        self._end_sync()
         if self._before is not None:
-            self.policy_version, self._full_synced, earlier = self._before
+            self.policy_version, earlier = self._before
             parameters = dict(self._model.transformer.named_parameters())
             for name, tensor in earlier.items():
                 parameters[name].copy_(tensor)
-        self._manifest, self._staged, self._before = None, {}, None
+        self._before = None
 
-    def _sync_targets(self, mode: str) -> dict[str, Tensor]:
-        parameters = dict(self._model.transformer.named_parameters())
-        if mode == "adapter":
-            return {name: tensor for name, tensor in parameters.items() if is_lora_name(name)}
-        return parameters
+    def _end_sync(self) -> None:
+        """Drop the current sync's copies and mapping."""
+        if self._buffer is not None:
+            self._buffer.close()
+        self._offer, self._buffer, self._staged = None, None, []
 
-    @staticmethod
-    def _engine_name(mode: str, wire_name: str) -> str:
-        return (to_peft_name(wire_name) or wire_name) if mode == "adapter" else wire_name
+    def _expected(self, adapter: AdapterConfig | None) -> dict[str, tuple[int, ...]]:
+        """Wire names and shapes of exactly what a sync must bring, without touching the model."""
+        transformer = self._model.transformer
+        if adapter is None:
+            return {name: tuple(tensor.shape) for name, tensor in transformer.named_parameters()}
+        if self._adapter_config is not None:
+            return {
+                to_wire_name(name): tuple(tensor.shape)
+                for name, tensor in transformer.named_parameters()
+                if is_lora_name(name)
+            }
+        try:
+            return lora_shapes(transformer, rank=adapter.rank, target_modules=adapter.target_modules)
+        except ConfigError as error:
+            raise WeightSyncError(error.what, expected=error.expected) from error
+
+    def _check_names(self, offer: SyncOffer, expected: Mapping[str, tuple[int, ...]]) -> None:
+        came = dict(offer.tensors)
+        if len(came) != len(offer.tensors):
+            raise WeightSyncError(f"{len(offer.tensors)} tensors with {len(came)} names were announced")
+        unknown, missing = sorted(set(came) - set(expected)), sorted(set(expected) - set(came))
+        if unknown or missing:
+            raise WeightSyncError(
+                f"{len(unknown)} unknown names (first: {unknown[:3]}), "
+                f"{len(missing)} names missing (first: {missing[:3]})",
+                expected=f"exactly the {len(expected)} {offer.manifest.mode} tensors of "
+                f"{type(self._model.transformer).__name__}",
+                nearest=nearest_name(unknown[0], missing) if unknown else None,
+            )
+        for name, shape in offer.tensors:
+            if shape != expected[name]:
+                raise WeightSyncError(f"{name}: shape {list(shape)} was announced", expected=str(list(expected[name])))
+
+    def _engine_name(self, wire_name: str) -> str:
+        if self._settings.sync_mode == "full":
+            return wire_name
+        name = to_peft_name(wire_name)
+        assert name is not None, "begin_sync lets only adapter names in"
+        return name

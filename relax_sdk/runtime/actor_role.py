@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import ray
 import torch
 import torch.distributed as dist
 
-from relax_sdk.errors import RelaxError, TrainingError, WeightSyncError
-from relax_sdk.protocols import FullWeightManifest, SyncReport, TrainRow
+from relax_sdk.control import pulse
+from relax_sdk.errors import TrainingError
+from relax_sdk.protocols import AdapterConfig, SyncReport, TrainRow
 from relax_sdk.registry import ModelSpec, WeightSyncSpec
 from relax_sdk.rollout import read_sidecar
-from relax_sdk.runtime.calls import engine_names, wait_all
+from relax_sdk.runtime.engine_link import ControlGroups, RayEngineLink
 from relax_sdk.runtime.rows import RowQueue
 from relax_sdk.training import TORCH_DTYPES, Trainer, TrainerSettings, TrainGroup, UpdateReport
 from relax_sdk.weight_sync import WireWeights
@@ -34,30 +36,14 @@ class SyncPlan:
         mode: ``"full"`` or ``"adapter"``.
         wire_dtype: ``"bf16"`` or ``"fp32"``.
         bucket_size_mb: size of a bucket.
+        ranks_per_engine: how many ranks one engine serves, ``--rollout-num-gpus-per-engine``.
     """
 
     spec: WeightSyncSpec
     mode: str
     wire_dtype: str
     bucket_size_mb: int
-
-
-class _Draw:
-    """Draws from an iterable and remembers whether it came to its end."""
-
-    def __init__(self, source: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._iterator = iter(source)
-        self.finished = False
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self
-
-    def __next__(self) -> tuple[str, torch.Tensor]:
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            self.finished = True
-            raise
+    ranks_per_engine: int
 
 
 class ActorRole:
@@ -69,7 +55,7 @@ class ActorRole:
         settings: the trainer's.
         sync: how weights travel.
         run_name: the run's rows in TransferQueue.
-        timeout_s: of every collective and engine call.
+        timeout_s: of every collective.
         device: ``"cuda"`` or ``"cpu"``.
         threads: CPU threads of this process.
     """
@@ -95,6 +81,7 @@ class ActorRole:
         # Ray shows a rank its own device only, so it is number 0.
         self._device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         self._adapter: Any = None
+        self._groups: ControlGroups | None = None
         self._trainer: Trainer | None = None
         self._rows: RowQueue | None = None
 
@@ -118,6 +105,12 @@ class ActorRole:
             world_size=self._world,
             timeout=datetime.timedelta(seconds=self._timeout_s),
         )
+        self._groups = ControlGroups.create(
+            rank=self._rank,
+            world=self._world,
+            ranks_per_engine=self._sync.ranks_per_engine,
+            timeout_s=self._timeout_s,
+        )
         self._trainer = Trainer(self._adapter, self._settings, device=self._device)
 
     def attach_rows(self) -> None:
@@ -136,6 +129,32 @@ class ActorRole:
         )
         return dataclasses.replace(report, metrics=report.metrics | self._memory())
 
+    def offload(self) -> None:
+        """Give the device memory of weights and optimizer away; see `Trainer.offload`."""
+        trainer, _ = self._ready()
+        trainer.offload()
+
+    def wake(self) -> None:
+        """Take it again; see `Trainer.wake`."""
+        trainer, _ = self._ready()
+        trainer.wake()
+
+    def device_bytes(self) -> int | None:
+        """Used memory of this rank's device, whoever uses it; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+    def visible_devices(self) -> tuple[str, str]:
+        """Node id, and what Ray set ``CUDA_VISIBLE_DEVICES`` to for this rank (empty on a CPU)."""
+        on_gpu = self._device.type == "cuda"
+        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"] if on_gpu else ""
+
+    def ping(self) -> tuple[str, int]:
+        """Machine and process; it waits its turn behind a running call."""
+        return pulse()
+
     def _memory(self) -> dict[str, float]:
         """``perf/mem_*`` of the worst rank, in 10^9 bytes; nothing on a CPU."""
         if self._device.type != "cuda":
@@ -152,67 +171,46 @@ class ActorRole:
         return dict(zip(names, (worst / 1e9).tolist(), strict=True))
 
     def sync(self, engines: Sequence[Any], policy_version: int) -> SyncReport:
-        """Send the weights to every engine; rank 0 talks, every rank joins the gathers.
+        """Send the weights to this rank's engine, in one transaction with the other ranks and engines.
 
         Raises:
-            WeightSyncError: on every rank, when rank 0's transaction failed; the policy version stays.
+            WeightSyncError: on every rank, when anything failed on any; the policy version stays.
         """
         trainer, _ = self._ready()
-        lora = self._settings.lora
+        assert self._groups is not None
+        lora, plan = self._settings.lora, self._sync
         weights = WireWeights(
             trainer.module,
-            mode=self._sync.mode,
-            dtype=TORCH_DTYPES[self._sync.wire_dtype],
+            mode=plan.mode,
+            dtype=TORCH_DTYPES[plan.wire_dtype],
             name_map=self._adapter.weight_name_map(),
             lora_rank=lora.rank,
             lora_alpha=lora.scale_numerator,
         )
-        outcome: SyncReport | WeightSyncError | None = None
-        if self._rank == 0:
-            gathered = _Draw(weights)
-            outcome = self._transact(weights.manifest, gathered, engines, policy_version)
-            if isinstance(outcome, WeightSyncError) and not gathered.finished:
-                # The other ranks are still inside a gather and would not meet the broadcast below.
-                raise outcome
-        else:
-            for _ in weights:
-                pass
-        box: list[Any] = [outcome]
-        dist.broadcast_object_list(box, src=0)
-        if isinstance(box[0], RelaxError):
-            raise box[0]
+        adapter = None
+        if plan.mode == "adapter":
+            adapter = AdapterConfig(
+                rank=lora.rank, alpha=lora.scale_numerator, target_modules=tuple(trainer.target_modules)
+            )
+        link = RayEngineLink(
+            engines,
+            groups=self._groups,
+            rank=self._rank,
+            world=self._world,
+            ranks_per_engine=plan.ranks_per_engine,
+            timeout_s=self._timeout_s,
+        )
+        sync_class: Any = plan.spec.load()
+        report: SyncReport = sync_class(bucket_size_mb=plan.bucket_size_mb, device=self._device).run(
+            iter(weights),
+            link,
+            manifest=weights.manifest,
+            tensors=weights.tensors,
+            dtype=weights.dtype,
+            policy_version=policy_version,
+            adapter=adapter,
+        )
         trainer.policy_version = policy_version
-        report: SyncReport = box[0]
-        return report
-
-    def _transact(
-        self, manifest: FullWeightManifest, gathered: _Draw, engines: Sequence[Any], policy_version: int
-    ) -> SyncReport | WeightSyncError:
-        def call(method: str, *args: Any) -> list[Any]:
-            shared = [ray.put(arg) for arg in args]
-            return wait_all(
-                [engine.call_engine.remote(method, *shared) for engine in engines],
-                what=f"weight sync ({method})",
-                names=engine_names(len(engines)),
-                timeout_s=self._timeout_s,
-            )
-
-        trainer, _ = self._ready()
-        lora = self._settings.lora
-        adapter: dict[str, object] | None = None
-        if self._sync.mode == "adapter":
-            adapter = {
-                "rank": lora.rank,
-                "alpha": lora.scale_numerator,
-                "target_modules": list(trainer.target_modules),
-            }
-        sync_class: Any = self._sync.spec.load()
-        try:
-            report: SyncReport = sync_class(bucket_size_mb=self._sync.bucket_size_mb).run(
-                gathered, call, manifest=manifest, policy_version=policy_version, adapter=adapter
-            )
-        except WeightSyncError as error:
-            return error
         return report
 
     def _group(self, rows: Sequence[TrainRow], policy_version: int) -> TrainGroup:

@@ -1,7 +1,7 @@
 """Ray, the placement group, and the roles: started together, and stopped on every path.
 
 Rank j and engine j share bundle j, and with it one device. Without CUDA the same roles run on CPU processes. Left
-out: several nodes' storage checks, offload, restart of a role.
+out: several nodes' storage checks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import shlex
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import ray
 import torch
@@ -21,49 +22,23 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from relax_sdk.config import RunConfig, is_chosen
 from relax_sdk.errors import ConfigError, RunError
 from relax_sdk.preflight import available_cores
-from relax_sdk.protocols import SyncReport
+from relax_sdk.protocols import EngineSettings
 from relax_sdk.registry import Registry
+from relax_sdk.runtime.actor_group import ActorGroup
 from relax_sdk.runtime.actor_role import ActorRole, SyncPlan
 from relax_sdk.runtime.calls import engine_names, rank_names, wait_all
+from relax_sdk.runtime.engine_link import ENGINE_WAIT
 from relax_sdk.runtime.fleet import RolloutFleet
 from relax_sdk.runtime.rollout_role import RolloutRole
 from relax_sdk.runtime.rows import RowQueue
-from relax_sdk.training import TrainerSettings, UpdateReport
+from relax_sdk.training import TrainerSettings
 
-__all__ = ["ActorGroup", "Cluster", "open_cluster"]
+__all__ = ["Cluster", "open_cluster"]
 
 _START_TIMEOUT_S = 1800.0
 _PLACEMENT_TIMEOUT_S = 120.0
 _CALL_FACTOR = 12
 """A whole wave, scoring or update may take this many times the longest wait inside it, --collective-timeout-s."""
-
-
-class ActorGroup:
-    """The ranks of the actor, called together.
-
-    Args:
-        ranks: actor handles, rank 0 first.
-        timeout_s: of an update or a sync.
-    """
-
-    def __init__(self, ranks: Sequence[Any], *, timeout_s: float) -> None:
-        self.ranks = tuple(ranks)
-        self._timeout_s = timeout_s
-
-    def update(self, rollout_id: int, *, groups: int, candidates: int) -> UpdateReport:
-        """Train on a rollout's rows; the report of rank 0, whose metrics all ranks share."""
-        calls = [rank.update.remote(rollout_id, groups, candidates) for rank in self.ranks]
-        report: UpdateReport = self._wait(calls, "update")[0]
-        return report
-
-    def sync(self, engines: Sequence[Any], policy_version: int) -> SyncReport:
-        """Send the weights to the engines; see `ActorRole.sync`."""
-        calls = [rank.sync.remote(list(engines), policy_version) for rank in self.ranks]
-        report: SyncReport = self._wait(calls, "weight sync")[0]
-        return report
-
-    def _wait(self, calls: Sequence[Any], what: str) -> list[Any]:
-        return wait_all(calls, what=what, names=rank_names(len(self.ranks)), timeout_s=self._timeout_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +78,18 @@ def open_cluster(config: RunConfig, registry: Registry, *, on_phase: Callable[[s
         group = _place(config, use_gpu=use_gpu)
         stack.callback(remove_placement_group, group)
         on_phase("loading models")
-        engines, ranks = _create_roles(config, registry, group, use_gpu=use_gpu)
+        roles = _Roles(config, registry, group, use_gpu=use_gpu)
         # Killed before Ray goes down: a role that is stuck in a collective would otherwise delay it.
-        stack.callback(_kill, [*engines, *ranks])
-        stack.push(lambda kind, *_: _stop(engines, timeout_s=20.0 if kind is None else 3.0))
+        stack.callback(roles.kill)
+        stack.push(lambda kind, *_: roles.stop(timeout_s=20.0 if kind is None else 3.0))
+        ranks = [roles.create_rank(rank) for rank in range(config.actor_world)]
+        roles.devices = wait_all(
+            [rank.visible_devices.remote() for rank in ranks],
+            what="start",
+            names=rank_names(len(ranks)),
+            timeout_s=_START_TIMEOUT_S,
+        )
+        engines = [roles.create_engine(index) for index in range(config.actor_world // roles.ranks_per_engine)]
         started = [engine.start.remote() for engine in engines]
         address = wait_all(
             [ranks[0].master_address.remote()],
@@ -126,7 +109,9 @@ def open_cluster(config: RunConfig, registry: Registry, *, on_phase: Callable[[s
             components=components,
             required_tracks=tracks,
             timeout_s=_whole_call(config),
+            start_timeout_s=_START_TIMEOUT_S,
             score_rows=config.reward.batch_size,
+            replace=roles.create_engine,
         )
         yield Cluster(
             fleet=fleet,
@@ -195,53 +180,101 @@ def _place(config: RunConfig, *, use_gpu: bool) -> Any:
     return group
 
 
-def _create_roles(config: RunConfig, registry: Registry, group: Any, *, use_gpu: bool) -> tuple[list[Any], list[Any]]:
-    world = config.actor_world
-    threads = max(1, available_cores() // world)
-    device = "cuda" if use_gpu else "cpu"
+class _Roles:
+    """Creates the roles in their places, and ends them.
 
-    def remote(role: type, bundle: int) -> Any:
-        # Half a bundle each: engine and rank of one bundle share its device in turns.
-        return ray.remote(role).options(
-            num_cpus=0.5,
-            num_gpus=0.5 if use_gpu else 0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-            # Ray would pin OpenMP to one thread; the roles take turns, so each may use its share of the cores.
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}},
-        )
+    Rank j gets device j of the group from Ray. Engine e gets none of its own: it is told the devices of its ranks
+    e * g .. e * g + g - 1, so that they share physical devices whatever order the group gives them in.
+    """
 
-    model = registry.model(str(config.model.model_adapter_path))
-    reward = registry.reward(str(config.reward.scorer_path))
-    engines = [
-        remote(RolloutRole, index).remote(
-            engine=registry.engine(config.rollout.rollout_engine),
-            model=model,
-            reward=reward,
-            model_path=config.model.model_path,
-            model_revision=config.model.model_revision,
-            reward_model_path=config.reward.model_path,
-            reward_runtime=config.reward.runtime,
-            engine_dtype=config.rollout.rollout_engine_dtype,
-            device=device,
-            threads=threads,
-        )
-        for index in range(config.rollout_devices // config.rollout.rollout_num_gpus_per_engine)
-    ]
-    ranks = [
-        remote(ActorRole, rank).remote(
+    def __init__(self, config: RunConfig, registry: Registry, group: Any, *, use_gpu: bool) -> None:
+        self._config, self._registry, self._group = config, registry, group
+        self._use_gpu = use_gpu
+        self._threads = max(1, available_cores() // config.actor_world)
+        self._model = registry.model(str(config.model.model_adapter_path))
+        self._ranks: list[Any] = []
+        self._engines: dict[int, Any] = {}
+        self.ranks_per_engine = config.rollout.rollout_num_gpus_per_engine
+        self.devices: list[tuple[str, str]] = []
+
+    def create_rank(self, rank: int) -> Any:
+        """Create one rank of the actor."""
+        config = self._config
+        handle = self._remote(ActorRole, rank, gpus=1).remote(
             rank=rank,
-            world=world,
-            model=model,
+            world=config.actor_world,
+            model=self._model,
             settings=_trainer_settings(config),
-            sync=_sync_plan(config, registry),
+            sync=_sync_plan(config, self._registry),
             run_name=config.run_dir.name,
             timeout_s=float(config.backend.collective_timeout_s),
-            device=device,
-            threads=threads,
+            device=self._device,
+            threads=self._threads,
         )
-        for rank in range(world)
-    ]
-    return engines, ranks
+        self._ranks.append(handle)
+        return handle
+
+    def create_engine(self, index: int) -> Any:
+        """Create a rollout role, unstarted; the one that had this index before is forgotten.
+
+        Raises:
+            ConfigError: its ranks are on several nodes.
+        """
+        config, size = self._config, self.ranks_per_engine
+        places = self.devices[index * size : (index + 1) * size]
+        if len({node for node, _ in places}) != 1:
+            raise ConfigError(
+                f"the ranks of rollout engine {index} are on {len({node for node, _ in places})} nodes",
+                where="--rollout-num-gpus-per-engine",
+                expected="an engine's devices on one node: a divisor of the devices of each node",
+            )
+        handle = self._remote(RolloutRole, index * size, gpus=0).remote(
+            engine=self._registry.engine(config.rollout.rollout_engine),
+            model=self._model,
+            reward=self._registry.reward(str(config.reward.scorer_path)),
+            settings=EngineSettings(
+                model_path=str(config.model.model_path),
+                revision=config.model.model_revision,
+                device=self._device,
+                devices=size,
+                dtype=config.rollout.rollout_engine_dtype,
+                sync_mode=config.sync_mode,
+                work_dir=config.run_dir / "engines" / str(index),
+                timeout_s=ENGINE_WAIT * config.backend.collective_timeout_s,
+                extra_arguments=tuple(shlex.split(config.rollout.rollout_engine_args or "")),
+                candidates_per_request=config.rollout.rollout_candidates_per_request,
+                threads=self._threads,
+            ),
+            reward_model_path=config.reward.model_path,
+            reward_runtime=config.reward.runtime,
+            visible_devices=",".join(device for _, device in places) if self._use_gpu else None,
+        )
+        self._engines[index] = handle
+        return handle
+
+    def stop(self, *, timeout_s: float) -> None:
+        """Let every engine stop what it started; one that does not answer in time is killed with its role."""
+        calls = [engine.shutdown.remote() for engine in self._engines.values()]
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+
+    def kill(self) -> None:
+        """End every role's process."""
+        for role in (*self._engines.values(), *self._ranks):
+            ray.kill(role)
+
+    @property
+    def _device(self) -> Literal["cpu", "cuda"]:
+        return "cuda" if self._use_gpu else "cpu"
+
+    def _remote(self, role: type, bundle: int, *, gpus: int) -> Any:
+        return ray.remote(role).options(
+            num_cpus=0.5,
+            num_gpus=gpus if self._use_gpu else 0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
+            # Ray would pin OpenMP to one thread; the roles take turns, so each may use its share of the cores.
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(self._threads), "TOKENIZERS_PARALLELISM": "false"}},
+        )
 
 
 def _trainer_settings(config: RunConfig) -> TrainerSettings:
@@ -253,6 +286,7 @@ def _trainer_settings(config: RunConfig) -> TrainerSettings:
         optimizer=config.optimizer,
         flow_grpo=config.flow_grpo,
         micro_batch_size=config.rollout.micro_batch_size,
+        replay_steps_per_forward=config.rollout.replay_steps_per_forward,
         seed=config.sampling.generation_seed,
     )
 
@@ -263,14 +297,5 @@ def _sync_plan(config: RunConfig, registry: Registry) -> SyncPlan:
         mode=config.sync_mode,
         wire_dtype=config.weight_sync.wire_dtype,
         bucket_size_mb=config.weight_sync.bucket_size_mb,
+        ranks_per_engine=config.rollout.rollout_num_gpus_per_engine,
     )
-
-
-def _stop(engines: Sequence[Any], *, timeout_s: float) -> None:
-    """Let every engine stop what it started; one that does not answer in time is killed with its role."""
-    ray.wait([engine.shutdown.remote() for engine in engines], num_returns=len(engines), timeout=timeout_s)
-
-
-def _kill(actors: Sequence[Any]) -> None:
-    for actor in actors:
-        ray.kill(actor)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from relax_sdk.metrics import PairedDifference, paired_difference
-from relax_sdk.protocols import PromptRecord
+from relax_sdk.protocols import PromptRecord, RewardScores
 from relax_sdk.rewards import RewardManager
-from relax_sdk.rollout import RolloutDriver
+from relax_sdk.rollout import RolloutBatch, RolloutDriver
+from relax_sdk.runtime.recovery import Recovery
 from relax_sdk.runtime.timer import PhaseTimer
 
 __all__ = ["Evaluation", "Evaluator"]
@@ -45,6 +46,7 @@ class Evaluator:
         samples_per_prompt: images of each.
         driver: samples them.
         rewards: scores them.
+        recovery: brings the engines' turn, and restarts them.
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class Evaluator:
         samples_per_prompt: int,
         driver: RolloutDriver,
         rewards: RewardManager,
+        recovery: Recovery,
     ) -> None:
         self.name = name
         self.prompts = tuple(prompts)
         self._samples = samples_per_prompt
         self._driver = driver
         self._rewards = rewards
+        self._recovery = recovery
         self.baseline: Evaluation | None = None
 
     def run(self, step: int, policy_version: int, *, phase: Callable[[str, int, int], None]) -> Evaluation:
@@ -69,7 +73,8 @@ class Evaluator:
         The unit of the paired difference is the prompt: images of one prompt are not independent.
         """
         timer = PhaseTimer(phase, f"evaluation after {step} rollouts")
-        with timer("eval"):
+
+        def sample_and_score() -> tuple[RolloutBatch, RewardScores]:
             batch = self._driver.evaluate(
                 self.prompts,
                 step=step,
@@ -77,7 +82,10 @@ class Evaluator:
                 policy_version=policy_version,
                 progress=timer.progress,
             )
-            scores = self._rewards.score(batch.reward_batch(), group_size=self._samples).scores
+            return batch, self._rewards.score(batch.reward_batch(), group_size=self._samples).scores
+
+        with timer("eval"):
+            batch, scores = self._recovery.sample(sample_and_score, policy_version=policy_version)
         per_prompt = {name: self._per_prompt(values) for name, values in scores.components.items()}
         metrics = {"perf/eval_time": timer.seconds["eval"]} | self._means(scores.components)
         differences = {}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from relax_sdk.errors import RewardError
 from relax_sdk.protocols import RewardBatch, RewardScores, RolloutRequest, RolloutResponse
@@ -20,7 +23,9 @@ class RolloutFleet:
         components: what the scorer returns.
         required_tracks: media that it reads.
         timeout_s: of one wave, and of one scoring.
+        start_timeout_s: of starting an engine again.
         score_rows: rows of one scoring call.
+        replace: creates a new, unstarted role for an engine index; the old one is gone.
     """
 
     def __init__(
@@ -30,25 +35,75 @@ class RolloutFleet:
         components: tuple[str, ...],
         required_tracks: tuple[str, ...],
         timeout_s: float,
+        start_timeout_s: float,
         score_rows: int,
+        replace: Callable[[int], Any],
     ) -> None:
-        self.workers = tuple(workers)
+        self._workers = list(workers)
         self.components = components
         self.required_tracks = required_tracks
-        self._timeout_s = timeout_s
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._score_rows = score_rows
+        self._replace = replace
+
+    @property
+    def workers(self) -> tuple[Any, ...]:
+        """The actor handles, engine 0 first; a restart may replace some."""
+        return tuple(self._workers)
 
     @property
     def size(self) -> int:
         """How many engines there are."""
-        return len(self.workers)
+        return len(self._workers)
 
     def generate(self, assignments: Sequence[Sequence[RolloutRequest]]) -> list[list[RolloutResponse]]:
         """See `EngineFleet.generate`."""
         calls = [
-            worker.generate.remote(list(requests)) for worker, requests in zip(self.workers, assignments, strict=True)
+            worker.generate.remote(list(requests)) for worker, requests in zip(self._workers, assignments, strict=True)
         ]
         return wait_all(calls, what="generate", names=engine_names(self.size), timeout_s=self._timeout_s)
+
+    def release(self) -> None:
+        """Every engine gives its device memory back."""
+        self._call_engines("release")
+
+    def resume(self, *, weights_only: bool) -> None:
+        """Every engine takes its device memory again; with ``weights_only`` what a weight sync writes to."""
+        self._call_engines("resume", weights_only=weights_only)
+
+    def dead_engines(self) -> dict[int, str]:
+        """Engines that cannot serve any more, with the reason; one that does not answer counts.
+
+        An engine that still works at an earlier call answers after it.
+        """
+        calls = [worker.engine_problem.remote() for worker in self._workers]
+        ray.wait(calls, num_returns=len(calls), timeout=self._timeout_s)
+        dead = {}
+        for index, call in enumerate(calls):
+            try:
+                problem = ray.get(call, timeout=0)
+            except RayActorError as error:
+                problem = f"its process died: {str(error).splitlines()[0]}"
+            except GetTimeoutError:
+                problem = f"it did not answer within {self._timeout_s:.0f} s"
+            if problem is not None:
+                dead[index] = problem
+        return dead
+
+    def restart(self, indices: Iterable[int]) -> None:
+        """Start engines again in new roles, with the weights of the model folder.
+
+        Raises:
+            RelaxError: one of them does not start.
+        """
+        starts, names = [], []
+        for index in indices:
+            # The role goes too: it may be stuck in the call that its engine never answered.
+            ray.kill(self._workers[index])
+            self._workers[index] = self._replace(index)
+            starts.append(self._workers[index].start.remote())
+            names.append(engine_names(self.size)[index])
+        wait_all(starts, what="restart", names=names, timeout_s=self._start_timeout_s)
 
     def score(self, batch: RewardBatch) -> RewardScores:
         """Score in chunks of whole rows spread over the workers; the result in row order."""
@@ -62,7 +117,7 @@ class RolloutFleet:
                 metadata=batch.metadata[rows],
             )
             worker = index % self.size
-            calls.append(self.workers[worker].score.remote(part))
+            calls.append(self._workers[worker].score.remote(part))
             names.append(engine_names(self.size)[worker])
         parts: list[RewardScores] = wait_all(calls, what="scoring", names=names, timeout_s=self._timeout_s)
         merged: dict[str, tuple[float, ...]] = {}
@@ -77,3 +132,7 @@ class RolloutFleet:
                     )
                 merged[name] = merged.get(name, ()) + values
         return RewardScores(components=merged, truncated_prompts=sum(part.truncated_prompts for part in parts))
+
+    def _call_engines(self, method: str, **kwargs: Any) -> None:
+        calls = [worker.call_engine.remote(method, **kwargs) for worker in self._workers]
+        wait_all(calls, what=f"{method} of the engines", names=engine_names(self.size), timeout_s=self._timeout_s)

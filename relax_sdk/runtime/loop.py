@@ -18,8 +18,10 @@ from relax_sdk.rollout import RolloutDriver
 from relax_sdk.runtime.cluster import Cluster, open_cluster
 from relax_sdk.runtime.evaluation import Evaluation, Evaluator
 from relax_sdk.runtime.observer import Observer, SilentObserver
+from relax_sdk.runtime.recovery import Recovery
 from relax_sdk.runtime.samples import draw_samples
 from relax_sdk.runtime.step import StepContext, run_step
+from relax_sdk.runtime.turns import Turns
 
 __all__ = ["TrainResult", "train"]
 
@@ -86,6 +88,7 @@ def train(config: RunConfig, *, registry: Registry, observer: Observer | None = 
                 samples_per_prompt=config.rollout.n_samples_per_eval_prompt,
                 driver=context.driver,
                 rewards=context.rewards,
+                recovery=context.recovery,
             )
         evaluations = _rounds(context, evaluator, metrics, watcher)
     _pictures(run_dir, config, evaluator, evaluations, watcher)
@@ -152,7 +155,21 @@ def _context(
         name=reward.name,
         where=reward.import_string,
     )
+    turns = Turns(
+        cluster.actor,
+        cluster.fleet,
+        offload_train=config.backend.offload_train,
+        offload_rollout=config.backend.offload_rollout,
+    )
+    recovery = Recovery(
+        actor=cluster.actor,
+        fleet=cluster.fleet,
+        turns=turns,
+        enabled=config.backend.use_fault_tolerance,
+        line=watcher.line,
+    )
     return StepContext(
+        recovery=recovery,
         config=config,
         prompts=prompts,
         driver=driver,

@@ -1,16 +1,17 @@
-"""The Ray role that samples and scores: one engine and, beside it on the same device, the reward scorer."""
+"""The Ray role that samples and scores: one engine and, beside it on the same devices, the reward scorer."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from relax_sdk.protocols import RewardBatch, RewardScores, RolloutRequest, RolloutResponse
+from relax_sdk.control import pulse
+from relax_sdk.protocols import EngineSettings, RewardBatch, RewardScores, RolloutRequest, RolloutResponse
 from relax_sdk.registry import EngineSpec, ModelSpec, RewardSpec
 from relax_sdk.rewards import build_scorer
-from relax_sdk.training import TORCH_DTYPES
 
 __all__ = ["RolloutRole"]
 
@@ -22,12 +23,11 @@ class RolloutRole:
         engine: which engine.
         model: the model family.
         reward: which scorer.
-        model_path, model_revision: the pipeline.
+        settings: the engine's.
         reward_model_path: the scorer's model.
         reward_runtime: ``"colocate"`` scores on this role's device, ``"cpu"`` on the CPU.
-        engine_dtype: ``"bf16"`` or ``"fp32"``.
-        device: ``"cuda"`` or ``"cpu"``.
-        threads: CPU threads of this process.
+        visible_devices: ``CUDA_VISIBLE_DEVICES`` of this role: the devices of the ranks that it shares them with.
+            Ray gives it none of its own.
     """
 
     def __init__(
@@ -36,20 +36,18 @@ class RolloutRole:
         engine: EngineSpec,
         model: ModelSpec,
         reward: RewardSpec,
-        model_path: str,
-        model_revision: str | None,
+        settings: EngineSettings,
         reward_model_path: str | None,
         reward_runtime: str,
-        engine_dtype: str,
-        device: str,
-        threads: int,
+        visible_devices: str | None,
     ) -> None:
-        torch.set_num_threads(threads)
+        if visible_devices is not None:
+            # Before CUDA is initialised in this process, which looks at the variable once.
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
+        torch.set_num_threads(settings.threads)
         self._engine_spec, self._model = engine, model
-        self._pipeline = {"model_path": model_path, "revision": model_revision}
-        self._dtype = TORCH_DTYPES[engine_dtype]
-        self._reward, self._reward_model_path = reward, reward_model_path
-        self._reward_runtime, self._device = reward_runtime, device
+        self._settings = settings
+        self._reward, self._reward_model_path, self._reward_runtime = reward, reward_model_path, reward_runtime
         self._engine: Any = None
         self._scorer: Any = None
 
@@ -60,12 +58,13 @@ class RolloutRole:
             The scorer's component names, and the media tracks that it reads.
         """
         engine_class: Any = self._engine_spec.load()
-        self._engine = engine_class(
-            adapter=self._model.load()(), device=self._device, dtype=self._dtype, **self._pipeline
-        )
+        self._engine = engine_class(adapter=self._model.load()(), settings=self._settings)
         self._engine.start()
         self._scorer = build_scorer(
-            self._reward, model_path=self._reward_model_path, runtime=self._reward_runtime, device=self._device
+            self._reward,
+            model_path=self._reward_model_path,
+            runtime=self._reward_runtime,
+            device=self._settings.device,
         )
         return tuple(self._scorer.components), tuple(self._scorer.required_tracks)
 
@@ -78,9 +77,18 @@ class RolloutRole:
         scores: RewardScores = self._scorer.score(batch)
         return scores
 
-    def call_engine(self, method: str, *args: Any) -> Any:
-        """Run a weight sync method of the engine."""
-        return getattr(self._engine, method)(*args)
+    def call_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the engine: a hand-over of memory, or a part of a weight sync."""
+        return getattr(self._engine, method)(*args, **kwargs)
+
+    def ping(self) -> tuple[str, int]:
+        """Machine and process; it waits its turn behind a running call."""
+        return pulse()
+
+    def engine_problem(self) -> str | None:
+        """Why the engine cannot serve any more; None while it can."""
+        problem: str | None = "it was not started" if self._engine is None else self._engine.problem()
+        return problem
 
     def shutdown(self) -> None:
         """Stop what the engine started."""

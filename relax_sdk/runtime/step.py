@@ -13,6 +13,7 @@ from relax_sdk.protocols import SyncReport
 from relax_sdk.rewards import RewardManager
 from relax_sdk.rollout import RolloutDriver, image_statistics
 from relax_sdk.runtime.cluster import Cluster
+from relax_sdk.runtime.recovery import Recovery
 from relax_sdk.runtime.scoring import combined_advantages, reward_statistics, train_rows
 from relax_sdk.runtime.timer import PhaseTimer
 
@@ -28,6 +29,7 @@ class StepContext:
     driver: RolloutDriver
     rewards: RewardManager
     cluster: Cluster
+    recovery: Recovery
     phase: Callable[[str, int, int], None]
     line: Callable[[str], None]
 
@@ -46,27 +48,36 @@ def run_step(
     Returns:
         The step's metrics by name, and the weight sync at its end.
     """
-    config, actor, queue = context.config, context.cluster.actor, context.cluster.rows
+    config, recovery = context.config, context.recovery
+    actor, queue = context.cluster.actor, context.cluster.rows
     timer = PhaseTimer(context.phase, f"rollout {rollout_id + 1}")
     prompts = context.prompts.batch(rollout_id)
     with timer("rollout"):
-        batch = context.driver.rollout(
-            prompts,
-            rollout_id=rollout_id,
-            samples_per_prompt=config.group_size,
+        batch = recovery.sample(
+            lambda: context.driver.rollout(
+                prompts,
+                rollout_id=rollout_id,
+                samples_per_prompt=config.group_size,
+                policy_version=policy_version,
+                progress=timer.progress,
+            ),
             policy_version=policy_version,
-            progress=timer.progress,
         )
     with timer("reward"):
-        rewards = context.rewards.score(batch.reward_batch(), group_size=config.group_size)
+        rewards = recovery.sample(
+            lambda: context.rewards.score(batch.reward_batch(), group_size=config.group_size),
+            policy_version=policy_version,
+        )
     scores, weights = rewards.scores, context.rewards.component_weights
     advantages = combined_advantages(scores, weights, group_size=config.group_size, std_mode=config.std_mode)
+    with timer("handover"):
+        recovery.train()
     with timer("train"):
         queue.put(train_rows(batch, scores, advantages, weight_manifest_hash=weight_manifest_hash))
         update = actor.update(rollout_id, groups=len(prompts), candidates=config.group_size)
         queue.clear(rollout_id, groups=len(prompts), candidates=config.group_size)
     with timer("sync"):
-        report = actor.sync(context.cluster.fleet.workers, policy_version + 1)
+        report = recovery.sync(policy_version + 1)
     for line in update.lines:
         context.line(line)
     metrics = update.metrics | reward_statistics(scores, advantages, weights, group_size=config.group_size)
@@ -74,10 +85,11 @@ def run_step(
     images = [group.media["image"] for group in batch.groups if "image" in group.media]
     if images:
         metrics |= {f"image/{name}_mean": value for name, value in image_statistics(torch.cat(images)).items()}
-    metrics |= timer.metrics()
+    metrics |= timer.metrics() | recovery.memory_metrics()
     metrics |= {
         "train/policy_version": float(report.policy_version),
-        "train/weight_sync_failures": 0.0,  # a failed sync ends the run
+        "train/weight_sync_failures": float(recovery.sync_failures),
+        "rollout/engine_restarts": float(recovery.restarts),
         "train/weight_sync_tensors": float(report.manifest.tensors),
         "train/weight_sync_gb": report.manifest.bytes / 1e9,
         "data/truncated_prompts": float(batch.truncated_prompts()),

@@ -1,5 +1,7 @@
-"""Training: sharding, optimizer, micro-batch plan, replay, and the policy update of one rank."""
+"""Training: sharding, optimizer, micro-batch plan, replay, the policy update of one rank, and its offload."""
 
+from relax_sdk.training.flops import FlopsModel, ReplayFlops, measure_matrix_rate
+from relax_sdk.training.offload import StorageOffload
 from relax_sdk.training.optimizer import build_optimizer, lr_at_step
 from relax_sdk.training.plan import MicroBatch, plan_updates
 from relax_sdk.training.replay import replay_cells
@@ -8,13 +10,17 @@ from relax_sdk.training.trainer import Trainer, TrainerSettings, TrainGroup, Upd
 
 __all__ = [
     "TORCH_DTYPES",
+    "FlopsModel",
     "MicroBatch",
+    "ReplayFlops",
+    "StorageOffload",
     "TrainGroup",
     "Trainer",
     "TrainerSettings",
     "UpdateReport",
     "build_optimizer",
     "lr_at_step",
+    "measure_matrix_rate",
     "plan_updates",
     "prepare_module",
     "replay_cells",

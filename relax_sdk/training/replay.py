@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,14 @@ from relax_sdk.errors import TrainingError
 from relax_sdk.flow import replay_log_prob
 from relax_sdk.protocols import GenerativeModelAdapter, ReplayBatch, Trajectory
 
-__all__ = ["replay_cells"]
+__all__ = ["replay_cells", "replay_geometry"]
+
+
+def replay_geometry(trajectory: Trajectory, slots: Sequence[int], columns: Sequence[int]) -> Hashable:
+    """All shapes that a forward of these cells sees: forwards with the same one cost the same."""
+    conditions = sorted((name, tuple(value.shape)) for name, value in trajectory.conditions.items())
+    tokens = tuple(trajectory.latents.shape[2:])
+    return len(slots) * len(columns), tokens, trajectory.height, trajectory.width, tuple(conditions)
 
 
 def replay_cells(
@@ -21,16 +28,18 @@ def replay_cells(
     model: Any,
     trajectory: Trajectory,
     slots: Sequence[int],
+    columns: Sequence[int],
     *,
     device: torch.device,
 ) -> Tensor:
-    """Log-probabilities of every (candidate, trained step) cell of a micro-batch, in one forward of B*S rows.
+    """Log-probabilities of the (candidate, trained step) cells of a micro-batch, in one forward of B*S rows.
 
     Args:
         adapter: gives the velocity.
         model: the trained module.
         trajectory: the candidates' group, on the CPU.
         slots: the B candidates.
+        columns: S positions among the trajectory's trained steps.
         device: where the model is.
 
     Returns:
@@ -39,9 +48,9 @@ def replay_cells(
     Raises:
         TrainingError: a cell is NaN or infinite, with candidate and step named.
     """
-    steps = trajectory.sde_indices
+    steps = trajectory.sde_indices[list(columns)]
     rows, count = len(slots), len(steps)
-    picked = torch.tensor(list(slots))
+    picked = torch.tensor(list(slots))[:, None], torch.tensor(list(columns))[None, :]
     here = trajectory.sigmas[steps].repeat(rows).to(device)
     after = trajectory.sigmas[steps + 1].repeat(rows).to(device)
     latents = trajectory.latents[picked].flatten(0, 1).to(device)

@@ -2,28 +2,31 @@
 
 Order of an `update`: all anchors are frozen before the first optimizer step; then each disjoint update accumulates
 its micro-batches, clips the gradient, and steps. A non-finite loss or gradient is refused before the optimizer sees
-it. This module leaves out Ray, rows and files (`relax_sdk.runtime`) and the wire (`relax_sdk.weight_sync`).
+it. Between updates a rank can give its device memory away (`Trainer.offload`). This module leaves out Ray, rows and
+files (`relax_sdk.runtime`) and the wire (`relax_sdk.weight_sync`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from relax_sdk.config import FlowGrpoSection, FsdpSection, LoraSection, OptimizerSection
 from relax_sdk.errors import TrainingError
 from relax_sdk.objectives import grpo_clip_loss
 from relax_sdk.protocols import GenerativeModelAdapter, Trajectory
+from relax_sdk.training.flops import FlopsModel, measure_matrix_rate
+from relax_sdk.training.offload import StorageOffload
 from relax_sdk.training.optimizer import build_optimizer, lr_at_step
 from relax_sdk.training.plan import MicroBatch, plan_updates
-from relax_sdk.training.replay import replay_cells
+from relax_sdk.training.replay import replay_cells, replay_geometry
 from relax_sdk.training.sharding import TORCH_DTYPES, hold_gathered, prepare_module, trainable_parameters
 from relax_sdk.training.statistics import UpdateStatistics
 
@@ -42,6 +45,7 @@ class TrainerSettings:
     flow_grpo: FlowGrpoSection
     micro_batch_size: int
     seed: int
+    replay_steps_per_forward: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +58,7 @@ class TrainGroup:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateReport:
-    """What an update tells: ``train/...`` metrics, the same on every rank, and the lines of the debug fingerprint."""
+    """What an update tells: ``train/...`` and ``perf/...`` metrics, the same on every rank, and debug lines."""
 
     metrics: dict[str, float]
     lines: tuple[str, ...] = ()
@@ -77,34 +81,64 @@ class Trainer:
         self.optimizer_steps = 0
         self.policy_version = 0
         self.target_modules = tuple(settings.lora.target_modules or adapter.lora_target_modules)
-        self.module = self._load()
-        self._optimizer = build_optimizer(trainable_parameters(self.module), settings.optimizer)
+        self._module = self._load()
+        self._optimizer = build_optimizer(trainable_parameters(self._module), settings.optimizer)
         self._peak_lr: float = self._optimizer.defaults["lr"]
+        self._offload = StorageOffload(self._module, self._optimizer, device=device)
+        self._flops = FlopsModel(self._module)
+        self._matrix_rate: float | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The sharded policy.
+
+        Raises:
+            TrainingError: its weights are offloaded.
+        """
+        self._offload.require_resident("the policy's module")
+        return self._module
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the rank has given its device memory away."""
+        return self._offload.is_offloaded
+
+    def offload(self) -> int:
+        """Free this rank's weights and optimizer state on the device; see `StorageOffload.offload`."""
+        return self._offload.offload()
+
+    def wake(self) -> int:
+        """Undo `offload`, bit for bit; see `StorageOffload.wake`."""
+        return self._offload.wake()
 
     def _load(self) -> nn.Module:
+        """In waves: a rank's whole copy leaves the host, sharded to its device, before the next wave loads."""
+        mesh = init_device_mesh(self._device.type, (self._world,))
+        wave = self._settings.fsdp.load_wave_size or self._world
+        turn, turns = self._rank // wave, -(-self._world // wave)
+        for _ in range(turn):
+            dist.barrier()
+        module = self._load_and_shard(mesh)
+        for _ in range(turns - turn):
+            dist.barrier()
+        return module
+
+    def _load_and_shard(self, mesh: DeviceMesh) -> nn.Module:
         settings = self._settings
         fsdp = settings.fsdp
         # Full training updates the loaded tensors themselves: they must not pass through a narrower dtype first.
         full = fsdp.trainable_mode == "full"
         dtype = TORCH_DTYPES[(fsdp.master_dtype if full else None) or fsdp.param_dtype]
-        wave = settings.fsdp.load_wave_size or self._world
-        bundle: Any = None
-        for first in range(0, self._world, wave):
-            if first <= self._rank < first + wave:
-                bundle = self._adapter.load_train_model(
-                    settings.model_path, revision=settings.model_revision, dtype=dtype
-                )
-            dist.barrier()
         module = prepare_module(
-            bundle,
-            fsdp=settings.fsdp,
+            self._adapter.load_train_model(settings.model_path, revision=settings.model_revision, dtype=dtype),
+            fsdp=fsdp,
             lora=settings.lora,
             target_modules=self.target_modules,
             block_module_names=self._adapter.block_module_names,
-            mesh=init_device_mesh(self._device.type, (self._world,)),
+            mesh=mesh,
             seed=settings.seed,
         )
-        return module if settings.fsdp.cpu_offload else module.to(self._device)
+        return module if fsdp.cpu_offload else module.to(self._device)
 
     def update(self, groups: Sequence[TrainGroup]) -> UpdateReport:
         """Train on one rollout.
@@ -116,22 +150,15 @@ class Trainer:
             See `UpdateReport`.
 
         Raises:
-            TrainingError: ranks disagree about the plan, a value is not finite, or groups differ in size.
+            TrainingError: the weights are offloaded, ranks disagree about the plan, a value is not finite, or groups
+                differ in size.
         """
-        grpo = self._settings.flow_grpo
+        self._offload.require_resident("update()")
         _check_advantages(groups)
-        sizes = {len(group.advantages) for group in groups}
-        if len(sizes) != 1:
-            raise TrainingError(f"groups of different sizes {sorted(sizes)} cannot share equal updates")
-        updates = plan_updates(
-            groups=len(groups),
-            candidates=sizes.pop(),
-            rank=self._rank,
-            world=self._world,
-            micro_batch_size=self._settings.micro_batch_size,
-            num_updates=grpo.num_updates_per_batch,
-        )
+        updates = self._plan(groups)
         self._check_aligned(updates)
+        rate = self._measured_matrix_rate()
+        start = time.perf_counter()
         # Before the anchors: their forwards may leave parameters gathered, which would be counted on every rank.
         before = self._fingerprint() if self._settings.fsdp.debug_fingerprint else 0.0
         anchors = [[self._anchor(groups, micro) for micro in update] for update in updates]
@@ -140,11 +167,33 @@ class Trainer:
         for index, (update, frozen) in enumerate(zip(updates, anchors, strict=True)):
             self._one_update(index, groups, update, frozen, statistics)
         metrics = statistics.reduce()
+        # The reduction has waited for the device.
+        metrics |= self._throughput(groups, updates, time.perf_counter() - start, rate)
         metrics["train/lr"] = self._optimizer.param_groups[0]["lr"]
         metrics["train/optimizer_steps"] = float(self.optimizer_steps)
         metrics["train/num_microbatches"] = float(sum(len(update) for update in updates))
         lines = self._fingerprint_lines(before, metrics) if self._settings.fsdp.debug_fingerprint else ()
         return UpdateReport(metrics=metrics, lines=lines)
+
+    def _plan(self, groups: Sequence[TrainGroup]) -> list[list[MicroBatch]]:
+        sizes = {len(group.advantages) for group in groups}
+        if len(sizes) != 1:
+            raise TrainingError(f"groups of different sizes {sorted(sizes)} cannot share equal updates")
+        steps = {len(group.trajectory.sde_indices) for group in groups}
+        if len(steps) != 1 or 0 in steps:
+            raise TrainingError(
+                f"groups have {sorted(steps)} trained steps", expected="the same number in every group, at least 1"
+            )
+        return plan_updates(
+            groups=len(groups),
+            candidates=sizes.pop(),
+            steps=steps.pop(),
+            rank=self._rank,
+            world=self._world,
+            micro_batch_size=self._settings.micro_batch_size,
+            steps_per_forward=self._settings.replay_steps_per_forward,
+            num_updates=self._settings.flow_grpo.num_updates_per_batch,
+        )
 
     def _one_update(
         self,
@@ -158,9 +207,10 @@ class Trainer:
         cells = sum(anchor.numel() for anchor in frozen)
         optimizer.zero_grad(set_to_none=True)
         for position, (micro, anchor) in enumerate(zip(update, frozen, strict=True)):
-            hold_gathered(self.module, self._settings.fsdp, last=position == len(update) - 1)
+            hold_gathered(self._module, self._settings.fsdp, last=position == len(update) - 1)
             group = groups[micro.group]
-            log_prob = replay_cells(self._adapter, self.module, group.trajectory, micro.slots, device=self._device)
+            with self._flops.counting(replay_geometry(group.trajectory, micro.slots, micro.columns)):
+                log_prob = self._replay(group, micro)
             advantages = group.advantages[list(micro.slots)].to(self._device, torch.float32)
             loss, clip = grpo_clip_loss(
                 log_prob, anchor, advantages, eps_clip=grpo.eps_clip, eps_clip_high=grpo.eps_clip_high
@@ -198,8 +248,11 @@ class Trainer:
 
     @torch.no_grad()
     def _anchor(self, groups: Sequence[TrainGroup], micro: MicroBatch) -> Tensor:
+        return self._replay(groups[micro.group], micro)
+
+    def _replay(self, group: TrainGroup, micro: MicroBatch) -> Tensor:
         return replay_cells(
-            self._adapter, self.module, groups[micro.group].trajectory, micro.slots, device=self._device
+            self._adapter, self._module, group.trajectory, micro.slots, micro.columns, device=self._device
         )
 
     def _parity(
@@ -207,7 +260,7 @@ class Trainer:
     ) -> Tensor:
         """|replayed anchor - the engine's own log-prob| of every local cell, flat."""
         gaps = [
-            (anchor.cpu() - groups[micro.group].trajectory.rollout_log_probs[list(micro.slots)]).abs().flatten()
+            (anchor.cpu() - _engine_log_probs(groups[micro.group], micro)).abs().flatten()
             for update, frozen in zip(updates, anchors, strict=True)
             for micro, anchor in zip(update, frozen, strict=True)
         ]
@@ -217,8 +270,37 @@ class Trainer:
         """Whether every advantage of the update is 0 on every rank; groups are known to all, so no collective."""
         return all(not bool(groups[micro.group].advantages.any()) for micro in update)
 
+    def _measured_matrix_rate(self) -> float | None:
+        """FLOP/s of matrix products in the compute dtype, measured once, when engines have left the device alone."""
+        if self._matrix_rate is None and self._device.type == "cuda":
+            self._matrix_rate = measure_matrix_rate(self._device, TORCH_DTYPES[self._settings.fsdp.param_dtype])
+            torch.cuda.empty_cache()
+        return self._matrix_rate
+
+    def _throughput(
+        self, groups: Sequence[TrainGroup], updates: list[list[MicroBatch]], seconds: float, rate: float | None
+    ) -> dict[str, float]:
+        """``perf/...``: mean FLOP/s of a device over the slowest rank's time; work that every rank repeats is one."""
+        counts = [
+            self._flops[replay_geometry(groups[micro.group].trajectory, micro.slots, micro.columns)]
+            for update in updates
+            for micro in update
+        ]
+        model = sum(2 * count.forward + count.backward for count in counts)
+        repeated = len(groups[0].advantages) % self._world != 0
+        mine = [model, sum(count.recompute for count in counts), rate or 0.0]
+        total = torch.tensor(mine, dtype=torch.float64, device=self._device) / self._world
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        dist.all_reduce(total)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        share = (total[:2] / slowest / (self._world if repeated else 1)).tolist()
+        metrics = {"perf/train_tflops": share[0] / 1e12, "perf/train_recompute_tflops": share[1] / 1e12}
+        if rate is not None:
+            metrics["perf/mfu"] = share[0] / float(total[2])
+        return metrics
+
     def _clip_gradient(self) -> float:
-        norm = nn.utils.clip_grad_norm_(trainable_parameters(self.module), self._settings.optimizer.clip_grad)
+        norm = nn.utils.clip_grad_norm_(trainable_parameters(self._module), self._settings.optimizer.clip_grad)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def _check_aligned(self, updates: list[list[MicroBatch]]) -> None:
@@ -236,7 +318,7 @@ class Trainer:
         """Sum of |w| over all trainable weights of all ranks, float64."""
         local = [
             (parameter.to_local() if hasattr(parameter, "to_local") else parameter).detach().double().abs().sum()
-            for parameter in trainable_parameters(self.module)
+            for parameter in trainable_parameters(self._module)
         ]
         total = torch.stack(local).sum().to(self._device)
         dist.all_reduce(total)
@@ -250,6 +332,11 @@ class Trainer:
             f"max {metrics['train/logp_parity_max']:.3e}; "
             f"first update max |rho - 1| {metrics['train/first_update_ratio_max_deviation']:.17g}",
         )
+
+
+def _engine_log_probs(group: TrainGroup, micro: MicroBatch) -> Tensor:
+    """What the engine recorded for the cells of a micro-batch, [B, S]."""
+    return group.trajectory.rollout_log_probs[list(micro.slots)][:, list(micro.columns)]
 
 
 def _check_advantages(groups: Sequence[TrainGroup]) -> None:

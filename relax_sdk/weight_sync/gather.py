@@ -5,7 +5,9 @@ Drawing from `WireWeights` gathers one FSDP2 parameter at a time, a collective t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +32,15 @@ def strip_transport_wrappers(name: str) -> str:
 
 
 class WireWeights:
-    """A view of the trained module for one sync.
+    """A view of the trained module for one sync; each iteration draws everything again.
+
+    A draw that fails after its gather (a merge that runs out of memory) leaves the iterator usable, so that this rank
+    can go on to take part in the other ranks' gathers. A gather that fails ends it: there is nobody to gather with.
+
+    Attributes:
+        manifest: what a draw to the end adds up to.
+        tensors: wire names and shapes, in order.
+        dtype: name of the wire dtype, ``"bfloat16"`` or ``"float32"``.
 
     Args:
         module: the sharded module.
@@ -77,21 +87,47 @@ class WireWeights:
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise WeightSyncError(f"{len(twice)} wire names stand for two parameters (first: {twice[:3]})")
+        self.tensors = tuple((name, tuple(tensor.shape)) for name, tensor, _ in self._sources)
+        self.dtype = str(dtype).removeprefix("torch.")
         self.manifest = FullWeightManifest.describe(
             "adapter" if mode == "adapter" else "full",
-            ((name, tuple(tensor.shape), tensor.numel() * dtype.itemsize) for name, tensor, _ in self._sources),
+            ((name, shape, math.prod(shape) * dtype.itemsize) for name, shape in self.tensors),
         )
 
-    @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``(wire name, whole tensor in wire dtype)`` in the manifest's order."""
-        for name, tensor, pair in self._sources:
-            whole = _whole(tensor)
-            if pair is not None:
-                lora_a, lora_b = (_whole(part) for part in pair)
-                delta = merge_delta(lora_a, lora_b, rank=self._rank, alpha=self._alpha)
-                whole = whole.float() + delta
-            yield name, whole.to(self._dtype)
+        """``(wire name, whole tensor in wire dtype)`` in the manifest's order, on the module's device."""
+        return _Draws(self._sources, self._finish)
+
+    def _finish(self, whole: Tensor, pair: Sequence[Tensor]) -> Tensor:
+        """What the wire gets of a gathered tensor: LoRA merged in float32, rounded once."""
+        if pair:
+            whole = whole.float() + merge_delta(pair[0], pair[1], rank=self._rank, alpha=self._alpha)
+        return whole.to(self._dtype)
+
+
+class _Draws:
+    """One iteration. No generator, which would be at its end after any error."""
+
+    def __init__(
+        self,
+        sources: Sequence[tuple[str, Tensor, tuple[Tensor, Tensor] | None]],
+        finish: Callable[[Tensor, Sequence[Tensor]], Tensor],
+    ) -> None:
+        self._sources = iter(sources)
+        self._finish = finish
+
+    def __iter__(self) -> Self:
+        return self
+
+    @torch.no_grad()
+    def __next__(self) -> tuple[str, Tensor]:
+        name, tensor, pair = next(self._sources)
+        try:
+            whole, *parts = [_whole(part) for part in (tensor, *(pair or ()))]
+        except Exception:
+            self._sources = iter(())
+            raise
+        return name, self._finish(whole, parts)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from relax_sdk.errors import ConfigError
 
-__all__ = ["ADAPTER_NAME", "inject_lora", "is_lora_name", "merge_delta", "to_peft_name", "to_wire_name"]
+__all__ = [
+    "ADAPTER_NAME",
+    "inject_lora",
+    "is_lora_name",
+    "lora_shapes",
+    "merge_delta",
+    "to_peft_name",
+    "to_wire_name",
+]
 
 ADAPTER_NAME = "default"
 _PEFT_LORA = re.compile(r"\.lora_(A|B)\.default\.weight$")
@@ -42,17 +50,7 @@ def inject_lora(
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
-    for suffix in target_modules:
-        matches = [name for name, _ in module.named_modules() if name == suffix or name.endswith("." + suffix)]
-        if not matches or not set(matches) <= set(linear):
-            problem = "matches no module" if not matches else f"matches {matches[0]!r}, which is no linear layer,"
-            known = sorted({name.split(".", 2)[-1] for name in linear})
-            raise ConfigError(
-                f"LoRA target {suffix!r} {problem} of {type(module).__name__}",
-                where="--lora-target-modules",
-                expected="suffixes of its linear layers, e.g. " + ", ".join(known[:8]),
-            )
+    _targets(module, target_modules)
     module.requires_grad_(False)
     # peft draws A on the CPU; only that generator is seeded, and it is put back.
     state = torch.default_generator.get_state()
@@ -70,6 +68,37 @@ def inject_lora(
     if not wrapped:
         raise ConfigError(f"LoRA wrapped no layer of {type(module).__name__}", where="--lora-target-modules")
     return wrapped
+
+
+def lora_shapes(module: nn.Module, *, rank: int, target_modules: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Wire names and shapes of the adapter tensors that `inject_lora` would add; the module stays as it is.
+
+    Raises:
+        ConfigError: as `inject_lora`.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, layer in _targets(module, target_modules).items():
+        shapes[f"{name}.lora_A.weight"] = (rank, layer.in_features)
+        shapes[f"{name}.lora_B.weight"] = (layer.out_features, rank)
+    return shapes
+
+
+def _targets(module: nn.Module, target_modules: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linear layers whose names end in one of the suffixes, in module order."""
+    linear = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    found: set[str] = set()
+    for suffix in target_modules:
+        matches = [name for name, _ in module.named_modules() if name == suffix or name.endswith("." + suffix)]
+        if not matches or not set(matches) <= set(linear):
+            problem = "matches no module" if not matches else f"matches {matches[0]!r}, which is no linear layer,"
+            known = sorted({name.split(".", 2)[-1] for name in linear})
+            raise ConfigError(
+                f"LoRA target {suffix!r} {problem} of {type(module).__name__}",
+                where="--lora-target-modules",
+                expected="suffixes of its linear layers, e.g. " + ", ".join(known[:8]),
+            )
+        found.update(matches)
+    return {name: part for name, part in linear.items() if name in found}
 
 
 def is_lora_name(name: str) -> bool:

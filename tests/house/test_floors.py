@@ -19,6 +19,8 @@ FLOORS = {
     "flow": 2,
     "objectives": 2,
     "weights": 2,
+    "control": 2,
+    "sglang_plugin": 4,
     "data": 3,
     "preflight": 3,
     "rollout": 3,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from relax_qwen_image.folder import PIPELINE_PARTS, TRAIN_PARTS, folder_problems
@@ -23,6 +24,7 @@ from relax_qwen_image.geometry import (
 )
 from relax_qwen_image.loading import TrainBundle, load_transformer, require_folder
 from relax_qwen_image.response import response_problems
+from relax_qwen_image.text import MAX_TEXT_TOKENS, PREFIX_TOKENS
 from relax_sdk import ConfigError, RecordError, RolloutError
 from relax_sdk.protocols import RolloutRequest, Trajectory
 
@@ -37,9 +39,14 @@ __all__ = ["QwenImageAdapter"]
 
 
 class QwenImageAdapter:
-    """A `GenerativeModelAdapter` and an `EmbeddedModelAdapter` (see `relax_sdk.protocols`)."""
+    """A `GenerativeModelAdapter`, `EmbeddedModelAdapter` and `SGLangModelAdapter` (see `relax_sdk.protocols`)."""
 
     family = "qwen_image"
+    sglang_model_id = "Qwen-Image"
+    # SGLang counts the template's 34 dropped tokens too; its own default would keep 34 fewer of the prompt.
+    sglang_sampling_params: Mapping[str, Any] = MappingProxyType(
+        {"max_sequence_length": PREFIX_TOKENS + MAX_TEXT_TOKENS}
+    )
     supported_tasks: tuple[str, ...] = ("t2i",)
     lora_target_modules: tuple[str, ...] = (
         # image stream
@@ -241,6 +248,31 @@ class QwenImageAdapter:
     def pack_initial_noise(self, noise: Tensor) -> Tensor:
         """Noise [K, *latent_shape] to tokens [K, N, 64], the pipeline's packing."""
         return pack_latents(noise.reshape(noise.shape[0], LATENT_CHANNELS, *noise.shape[-2:]))
+
+    def conditions_from_sglang(self, pos_cond_kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Text states [L, D] of one candidate.
+
+        SGLang masks padded text; a group has one prompt, so there is nothing to pad, and a mask is refused.
+
+        Raises:
+            RolloutError: no text states, or masked ones.
+        """
+        states = pos_cond_kwargs.get("encoder_hidden_states")
+        if isinstance(states, list) and len(states) == 1:
+            states = states[0]
+        if getattr(states, "ndim", None) != 2:
+            raise RolloutError(
+                f"SGLang recorded no text states [L, D] (it recorded {sorted(pos_cond_kwargs)})", where="denoising_env"
+            )
+        mask = pos_cond_kwargs.get("encoder_hidden_states_mask")
+        masks = mask if isinstance(mask, list) else [mask]
+        if any(item is not None and not bool(item.all()) for item in masks):
+            raise RolloutError("SGLang padded the text of a group of one prompt", where="denoising_env")
+        return {"encoder_hidden_states": states.float()}
+
+    def sglang_text_was_cut(self, conditions: Mapping[str, Tensor]) -> bool:
+        """Whether the text states fill the window of 512 tokens, as those of a longer prompt do."""
+        return len(conditions["encoder_hidden_states"]) >= MAX_TEXT_TOKENS
 
 
 def _same_name(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tiny_family import SCHEDULER, TinyAdapter, TinyTransformer, reference_log_prob, reference_moments
+from tiny_sync import embedded_engine
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -19,7 +20,6 @@ from relax_sdk.config import FlowGrpoSection, FsdpSection, LoraSection, Optimize
 from relax_sdk.errors import TrainingError
 from relax_sdk.protocols import PromptRecord, SamplingConfig
 from relax_sdk.rollout import plan_groups
-from relax_sdk.rollout.local import LocalEngine
 from relax_sdk.training import Trainer, TrainerSettings, TrainGroup, trainer
 from relax_sdk.weight_sync import strip_transport_wrappers
 from relax_sdk.weights import inject_lora
@@ -32,8 +32,7 @@ def tiny_groups(
 ) -> list[TrainGroup]:
     """Groups sampled by the embedded engine, with made-up advantages."""
     adapter, sampling = TinyAdapter(), SamplingConfig(num_inference_steps=6)
-    engine = LocalEngine(adapter=adapter, model_path="", revision=None, device="cpu", dtype=torch.float32)
-    engine.start()
+    engine = embedded_engine(adapter)
     plans = plan_groups(
         [PromptRecord(prompt=f"prompt {n}", prompt_id=str(n)) for n in range(count)],
         rollout_id=0,
@@ -64,6 +63,7 @@ def settings(
     *,
     mode: str = "full",
     micro: int = 2,
+    steps: int | None = None,
     updates: int = 1,
     fsdp: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
@@ -80,11 +80,17 @@ def settings(
         flow_grpo=FlowGrpoSection(**{"eps_clip": CLIP, "num_updates_per_batch": updates, **grpo}),
         micro_batch_size=micro,
         seed=3,
+        replay_steps_per_forward=steps,
     )
 
 
 def make_trainer(adapter: TinyAdapter | None = None, **changes: Any) -> Trainer:
     return Trainer(adapter or TinyAdapter(), settings(**changes), device=torch.device("cpu"))
+
+
+def repeatable(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics that do not depend on time."""
+    return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -186,6 +192,8 @@ def reference_cells(model: nn.Module, group: TrainGroup) -> Tensor:
 
 def two_rank_entry(rank: int, folder: str) -> None:
     """Run every scenario on this rank and write what came of it to ``<folder>/rank<rank>.pt``."""
+    from offload_ranks import offload_scenarios
+
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20))
@@ -194,6 +202,7 @@ def two_rank_entry(rank: int, folder: str) -> None:
         "lora": two_rank_update("lora", candidates=4),
         "redundant": two_rank_update("full", candidates=3),
         "uncentred": two_rank_update("full", candidates=4, shift=2.0),
+        **offload_scenarios(),
         "misaligned": misaligned_error(rank),
         # Last: ranks that part ways here have no common collective afterwards.
         "poisoned": poisoned_candidate_of_the_other_rank(),
@@ -211,7 +220,7 @@ def two_rank_update(mode: str, *, candidates: int, shift: float = 0.0) -> dict[s
     adapter = TinyAdapter()
     made = make_trainer(adapter, mode=mode, micro=1, updates=2)
     with captured_gradients(made.module) as gradients:
-        metrics = made.update(shifted(tiny_groups(4, candidates), shift)).metrics
+        metrics = repeatable(made.update(shifted(tiny_groups(4, candidates), shift)).metrics)
     replayed = sum(latents.shape[0] for grad, latents in adapter.forwards if grad)
     return {"metrics": metrics, "weights": weights(made.module), "gradients": gradients, "replayed": replayed}
 

@@ -70,6 +70,7 @@ BROKEN = [
     ({"fsdp.param_dtype": "fp32", "rollout.rollout_engine_dtype": "fp32"}, "expected 'fp32'"),
     ({"backend.fully_async": True}, "--fully-async"),
     ({"backend.hybrid": True}, "--hybrid"),
+    ({"backend.offload_train": True, "fsdp.cpu_offload": True}, "there is nothing to offload"),
     ({"backend.colocate": False}, "give --colocate"),
     ({"flow_grpo.kl_coef": 0.1}, "--kl-coef is 0.1"),
     ({"flow_grpo.use_kl_loss": True}, "--use-kl-loss"),
@@ -87,7 +88,7 @@ BROKEN = [
             "rollout.rollout_num_gpus_per_engine": 2,
             "backend.resource": {"actor": [1, 4], "rollout": [1, 4]},
         },
-        "'local' uses one device",
+        "'local' uses at most 1",
     ),
     (
         {
@@ -95,7 +96,7 @@ BROKEN = [
             "rollout.rollout_engine": EMBEDDED,
             "backend.resource": {"actor": [1, 4], "rollout": [1, 4]},
         },
-        "'local' uses one device",
+        "'local' uses at most 1",
     ),
     ({SDE: {"sde_indices": [1], "driver_sigmas": False}, "rollout.rollout_engine": EMBEDDED}, "has no other schedule"),
     ({"backend.resource": {"actor": [1, 4], "rollout": [1, 2]}}, "must be the rollout's 2"),
@@ -357,5 +358,6 @@ def test_the_split_is_the_trainers(run):
             "backend.resource": {"actor": [1, world], "rollout": [1, world]},
         }
         shape = {"groups": groups, "candidates": candidates, "rank": 0, "world": world, "micro_batch_size": micro}
+        shape |= {"steps": 3, "steps_per_forward": 2}
         planned = passes(TrainingError, functools.partial(plan.plan_updates, num_updates=updates, **shape))
         assert passes(PreflightError, functools.partial(run, changes)) == planned, changes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -18,31 +18,17 @@ from tiny_family import (
     reference_log_prob,
     reference_moments,
 )
+from tiny_sync import CPU, LORA, buckets_of, deliver, engine_settings, offer_of, write
+from tiny_sync import embedded_engine as engine
 
 from relax_sdk.errors import RolloutError, WeightSyncError
 from relax_sdk.flow import seeded_noise
-from relax_sdk.protocols import (
-    FullWeightManifest,
-    PromptRecord,
-    RolloutRequest,
-    RolloutResponse,
-    SamplingConfig,
-    WeightBucket,
-)
+from relax_sdk.protocols import AdapterConfig, PromptRecord, RolloutRequest, RolloutResponse, SamplingConfig
 from relax_sdk.rollout import plan_groups
 from relax_sdk.rollout.local import LocalEngine
-from relax_sdk.weights import inject_lora, is_lora_name, tensor_checksum, to_wire_name
+from relax_sdk.weights import SendBuffer, inject_lora, is_lora_name, to_wire_name
 
 STEPS = 6
-LORA: dict[str, object] = {"rank": 2, "alpha": 4.0, "target_modules": ["to_q", "to_out"]}
-
-
-def engine(adapter: Any = None) -> LocalEngine:
-    made = LocalEngine(
-        adapter=adapter or TinyAdapter(), model_path="", revision=None, device="cpu", dtype=torch.float32
-    )
-    made.start()
-    return made
 
 
 def requests(
@@ -160,7 +146,7 @@ def test_requests_it_cannot_answer_are_refused() -> None:
     no_schedule = [RolloutRequest(**{**dict(request), "sigmas": None}) for request in requests()]
     with pytest.raises(RolloutError, match="schedule"):
         engine().generate(no_schedule)
-    asleep = LocalEngine(adapter=TinyAdapter(), model_path="", revision=None, device="cpu", dtype=torch.float32)
+    asleep = LocalEngine(adapter=TinyAdapter(), settings=engine_settings())
     with pytest.raises(RolloutError, match="before start"):
         asleep.generate(requests())
     ended = engine()
@@ -176,7 +162,7 @@ def test_an_adapter_without_the_second_protocol_is_refused() -> None:
         pass
 
     with pytest.raises(RolloutError, match="load_embedded_model"):
-        LocalEngine(adapter=TrainOnly(), model_path="", revision=None, device="cpu", dtype=torch.float32)
+        LocalEngine(adapter=TrainOnly(), settings=engine_settings())
 
 
 # --- weight sync ----------------------------------------------------------------------------------------------------
@@ -197,28 +183,6 @@ def adapter_weights(seed: int = 9) -> dict[str, torch.Tensor]:
     }
 
 
-def manifest(tensors: dict[str, torch.Tensor], mode: Any = "full") -> FullWeightManifest:
-    return FullWeightManifest.describe(
-        mode, [(name, tuple(part.shape), part.numel() * part.element_size()) for name, part in tensors.items()]
-    )
-
-
-def sync(
-    target: LocalEngine,
-    tensors: dict[str, torch.Tensor],
-    *,
-    version: int = 1,
-    announced: FullWeightManifest | None = None,
-    adapter: dict[str, object] | None = None,
-) -> str:
-    target.begin_sync(announced or manifest(tensors, "adapter" if adapter else "full"), adapter)
-    names = list(tensors)
-    for index, start in enumerate(range(0, len(names), 3)):
-        part = {name: tensors[name] for name in names[start : start + 3]}
-        target.receive(WeightBucket(index=index, tensors=part))
-    return target.commit_sync(version)
-
-
 def images(target: LocalEngine) -> torch.Tensor:
     (response,) = target.generate(requests(("red",), version=target.policy_version))
     return response.trajectory_latents
@@ -227,8 +191,8 @@ def images(target: LocalEngine) -> torch.Tensor:
 def test_a_full_sync_makes_the_sent_weights_the_engines() -> None:
     target, fresh = engine(), engine(TinyAdapter(seed=9))
     before = images(target)
-    checksum = sync(target, new_weights())
-    assert checksum == tensor_checksum(new_weights().items())
+    held, sent = deliver(target, new_weights())
+    assert held == sent
     assert target.policy_version == 1
     assert torch.equal(images(target), images(fresh))
     assert not torch.equal(images(target), before)
@@ -236,40 +200,48 @@ def test_a_full_sync_makes_the_sent_weights_the_engines() -> None:
         target.generate(requests(version=0))
 
 
-def test_wire_weights_in_bfloat16_are_taken_as_they_are() -> None:
-    target = engine()
-    low = {name: tensor.bfloat16() for name, tensor in new_weights().items()}
-    assert sync(target, low) == tensor_checksum(low.items())
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_wire_weights_in_bfloat16_are_taken_as_they_are(dtype: str) -> None:
+    held, sent = deliver(engine(dtype=dtype), {name: tensor.bfloat16() for name, tensor in new_weights().items()})
+    assert held == sent
+
+
+def test_the_answer_tells_what_the_engine_holds() -> None:
+    """float32 on the wire does not survive in a bfloat16 engine: the actor must hear of it."""
+    held, sent = deliver(engine(dtype="bf16"), new_weights())
+    assert held != sent
 
 
 def test_an_adapter_sync_adds_alpha_over_rank_times_b_a() -> None:
-    target, merged = engine(), engine()
+    target, merged, base = engine(sync_mode="adapter"), engine(), images(engine())
     tensors = adapter_weights()
-    assert sync(target, tensors, adapter=LORA) == tensor_checksum(tensors.items())
+    held, sent = deliver(target, tensors, adapter=LORA)
+    assert held == sent
     full = {name: tensor.detach().clone() for name, tensor in TinyTransformer().named_parameters()}
     for name in full:
         layer = name.removesuffix(".weight")
         if f"{layer}.lora_A.weight" in tensors:
             full[name] += 2.0 * tensors[f"{layer}.lora_B.weight"] @ tensors[f"{layer}.lora_A.weight"]
-    sync(merged, full)
+    deliver(merged, full)
     torch.testing.assert_close(images(target), images(merged), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(images(target), images(engine()), atol=1e-2)
-    # A second sync replaces the first.
-    sync(target, adapter_weights(10), version=2, adapter=LORA)
+    assert not torch.allclose(images(target), base, atol=1e-2)
+    # A second sync replaces the first, in whatever order its tensors come.
+    deliver(target, dict(reversed(adapter_weights(10).items())), version=2, adapter=LORA)
     assert not torch.allclose(images(target), images(merged), atol=1e-2)
 
 
-def test_nothing_is_visible_before_the_commit() -> None:
+def test_nothing_is_visible_before_the_commit_and_slots_may_be_used_again() -> None:
     target = engine()
     before = images(target)
-    tensors = new_weights()
-    target.begin_sync(manifest(tensors))
-    target.receive(WeightBucket(index=0, tensors=tensors))
-    assert torch.equal(images(target), before)
-    # The sender may reuse its buffers once `receive` has returned.
-    for tensor in tensors.values():
-        tensor.zero_()
-    assert target.commit_sync(1) == tensor_checksum(new_weights().items())
+    ((bucket, content),) = buckets_of(new_weights(), per_bucket=100)
+    with SendBuffer.open(CPU, bucket.bytes) as buffer:
+        target.begin_sync(offer_of(new_weights(), [buffer.handle]))
+        write(buffer, 0, content)
+        target.receive(bucket)
+        assert torch.equal(images(target), before)
+        buffer.slot(0).zero_()
+        target.commit_sync(1)
+    assert torch.equal(images(target), images(engine(TinyAdapter(seed=9))))
 
 
 def with_changes(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -287,119 +259,159 @@ def with_changes(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
 WRAPPED = {
     name.replace("blocks.0.", "blocks.0._checkpoint_wrapped_module."): tensor for name, tensor in new_weights().items()
 }
+PREFIXED = {f"transformer.{name}": tensor for name, tensor in adapter_weights().items()}
+PEFT_NAMED = {name.replace(".weight", ".default.weight"): tensor for name, tensor in adapter_weights().items()}
+HALF = {name: tensor for name, tensor in adapter_weights().items() if ".to_out." not in name}
+UNPAIRED = {name: tensor for name, tensor in adapter_weights().items() if name != "blocks.1.to_q.lora_B.weight"}
+RANK_3 = {name: tensor.repeat(2, 2) for name, tensor in adapter_weights().items()}
 
 
 @pytest.mark.parametrize(
-    ("tensors", "message"),
+    ("tensors", "adapter", "message"),
     [
-        (with_changes(proj_in__extra=torch.ones(2)), "proj_in.extra"),
-        (with_changes(proj_in__bias=None), "proj_in.bias"),
-        (with_changes(proj_in__bias=None, proj_on__bias=torch.ones(8)), "proj_on.bias"),
-        (WRAPPED, "_checkpoint_wrapped_module"),
-        (with_changes(proj_in__bias=torch.ones(9)), "proj_in.bias"),
-        (with_changes(proj_in__bias=torch.ones(1)), "proj_in.bias"),
-        (with_changes(blocks__0__to_out__weight=torch.ones(64)), "to_out.weight"),
-        (with_changes(proj_out__bias=torch.tensor([1.0, float("nan"), 0.0, 0.0])), "proj_out.bias"),
-        (with_changes(proj_out__bias=torch.tensor([1.0, float("inf"), 0.0, 0.0])), "proj_out.bias"),
+        (with_changes(proj_in__extra=torch.ones(2)), None, "proj_in.extra"),
+        (with_changes(proj_in__bias=None), None, "proj_in.bias"),
+        (with_changes(proj_in__bias=None, proj_on__bias=torch.ones(8)), None, "did you mean 'proj_in.bias'"),
+        (WRAPPED, None, "_checkpoint_wrapped_module"),
+        (with_changes(proj_in__bias=torch.ones(9)), None, "proj_in.bias"),
+        (with_changes(proj_in__bias=torch.ones(1)), None, "proj_in.bias"),
+        (with_changes(blocks__0__to_out__weight=torch.ones(64)), None, "to_out.weight"),
+        (adapter_weights(), None, "lora_A"),
+        (HALF, LORA, "to_out"),
+        (UNPAIRED, LORA, r"to_q\.lora_B"),
+        (PREFIXED, LORA, r"transformer\.blocks"),
+        (PEFT_NAMED, LORA, r"default\.weight"),
+        (RANK_3, LORA, r"shape \[4, 16\]"),
+        (new_weights(), LORA, "unknown names"),
+        (adapter_weights(), LORA.model_copy(update={"target_modules": ("to_x",)}), "to_x"),
+        (adapter_weights(), LORA.model_copy(update={"rank": 3}), r"expected: \[3, 8\]"),
     ],
-    ids=["unknown", "missing", "misspelt", "wrapper names", "shape", "broadcastable", "flat", "nan", "inf"],
-)
-def test_a_sync_that_does_not_fit_is_refused_whole(tensors: dict[str, torch.Tensor], message: str) -> None:
-    target = engine()
-    before = images(target)
-    with pytest.raises(WeightSyncError, match=message):
-        sync(target, tensors)
+    ids=[
+        "unknown", "missing", "misspelt", "wrapper names", "shape", "broadcastable", "flat", "adapter for full",
+        "half of the layers", "A without B", "prefixed", "peft's names", "other rank", "full for adapter",
+        "no such target", "announced rank",
+    ],
+)  # fmt: skip
+def test_an_offer_that_does_not_fit_is_refused_before_anything_moves(
+    tensors: Mapping[str, torch.Tensor], adapter: AdapterConfig | None, message: str
+) -> None:
+    target = engine(sync_mode="adapter" if adapter else "full")
+    before, names = images(target), [name for name, _ in target._model.transformer.named_parameters()]
+    with SendBuffer.open(CPU, 64) as buffer, pytest.raises(WeightSyncError, match=message):
+        target.begin_sync(offer_of(tensors, [buffer.handle], adapter))
+    with pytest.raises(WeightSyncError, match="begin_sync"):
+        target.commit_sync(1)
     target.abort_sync()
     assert target.policy_version == 0
     assert torch.equal(images(target), before)
-    sync(target, new_weights())
-    assert torch.equal(images(target), images(engine(TinyAdapter(seed=9))))
+    assert [name for name, _ in target._model.transformer.named_parameters()] == names, "no layer was wrapped"
+    # The right sync still works.
+    held, sent = deliver(target, adapter_weights() if adapter else new_weights(), adapter=LORA if adapter else None)
+    assert held == sent
 
 
-def test_what_was_announced_must_arrive() -> None:
-    tensors = new_weights()
-    reordered = dict(reversed(tensors.items()))
-    half = {name: tensor.half() for name, tensor in tensors.items()}
-    for other in (reordered, half, dict(list(tensors.items())[:-1])):
-        target = engine()
-        with pytest.raises(WeightSyncError, match="announced"):
-            sync(target, tensors, announced=manifest(other))
-        assert target.policy_version == 0
+def test_a_sync_of_the_other_mode_is_refused() -> None:
+    """Wrapped layers would miss every base weight; an adapter would sit on another base than it was trained for."""
+    for mode, tensors, adapter in (("adapter", new_weights(), None), ("full", adapter_weights(), LORA)):
+        with SendBuffer.open(CPU, 64) as buffer, pytest.raises(WeightSyncError, match=f"expected: '{mode}'"):
+            engine(sync_mode=mode).begin_sync(offer_of(tensors, [buffer.handle], adapter))
+
+
+def test_the_adapter_may_not_change() -> None:
+    target = engine(sync_mode="adapter")
+    deliver(target, adapter_weights(), adapter=LORA)
+    with pytest.raises(WeightSyncError, match=r"changed.*alpha=8\.0"):
+        deliver(target, adapter_weights(), adapter=LORA.model_copy(update={"alpha": 8.0}))
+
+
+def test_names_that_come_twice_are_refused() -> None:
+    entries = [*new_weights().items(), ("proj_in.bias", torch.ones(8))]
     target = engine()
-    target.begin_sync(manifest(tensors))
-    with pytest.raises(WeightSyncError, match="announced"):
-        target.commit_sync(1)
+    with SendBuffer.open(CPU, 64) as buffer:
+        good = offer_of(new_weights(), [buffer.handle])
+        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in entries)
+        manifest = type(good.manifest).describe("full", [(n, tuple(t.shape), t.nbytes) for n, t in entries])
+        with pytest.raises(WeightSyncError, match="11 tensors with 10 names"):
+            target.begin_sync(type(good)(**{**dict(good), "tensors": shapes, "manifest": manifest}))
 
 
-def test_a_tensor_that_comes_twice_is_refused() -> None:
+@pytest.mark.parametrize("change", ["content", "order", "repeated", "size", "slot", "first"])
+def test_a_bucket_that_is_not_what_it_says_is_refused(change: str) -> None:
     target = engine()
-    target.begin_sync(manifest(new_weights()))
-    target.receive(WeightBucket(index=0, tensors=new_weights()))
-    with pytest.raises(WeightSyncError, match="twice"):
-        target.receive(WeightBucket(index=1, tensors={"proj_in.bias": torch.ones(8)}))
+    before = images(target)
+    parts = buckets_of(new_weights(), per_bucket=3)
+    with SendBuffer.open(CPU, max(len(content) for _, content in parts)) as buffer:
+        target.begin_sync(offer_of(new_weights(), [buffer.handle]))
+        for bucket, content in parts[:2]:
+            write(buffer, bucket.slot, content)
+        first, second = (bucket for bucket, _ in parts[:2])
+        if change == "content":
+            buffer.slot(0)[17] ^= 1
+            wrong = first
+        elif change == "order":
+            wrong = second
+        elif change == "repeated":
+            target.receive(first)
+            wrong = first
+        else:
+            changes = {"size": {"bytes": first.bytes - 4}, "slot": {"slot": 2}, "first": {"first": 1}}[change]
+            wrong = first.model_copy(update=changes)
+        with pytest.raises(WeightSyncError):
+            target.receive(wrong)
+        with pytest.raises(WeightSyncError, match="as announced"):
+            target.commit_sync(1)
+        target.abort_sync()
+    assert target.policy_version == 0
+    assert torch.equal(images(target), before)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(value: float) -> None:
+    target = engine()
+    before = images(target)
+    with pytest.raises(WeightSyncError, match=r"proj_out\.bias"):
+        deliver(target, with_changes(proj_out__bias=torch.tensor([1.0, value, 0.0, 0.0])))
+    target.abort_sync()
+    assert torch.equal(images(target), before)
 
 
 def test_calls_out_of_order_are_refused() -> None:
     target = engine()
-    with pytest.raises(WeightSyncError, match="begin_sync"):
-        target.receive(WeightBucket(index=0, tensors=new_weights()))
-    with pytest.raises(WeightSyncError, match="begin_sync"):
-        target.commit_sync(1)
+    ((bucket, _),) = buckets_of(new_weights(), per_bucket=100)
+    for call in (lambda: target.receive(bucket), lambda: target.commit_sync(1)):
+        with pytest.raises(WeightSyncError, match="begin_sync"):
+            call()
     target.abort_sync()
-    sync(target, new_weights())
+    deliver(target, new_weights())
     with pytest.raises(WeightSyncError, match="begin_sync"):
         target.commit_sync(2)
-
-
-def test_modes_do_not_mix() -> None:
-    first = engine()
-    sync(first, new_weights())
-    with pytest.raises(WeightSyncError, match="after a full sync"):
-        first.begin_sync(manifest(adapter_weights(), "adapter"), LORA)
-    second = engine()
-    sync(second, adapter_weights(), adapter=LORA)
-    with pytest.raises(WeightSyncError, match="after an adapter sync"):
-        second.begin_sync(manifest(new_weights()))
-    with pytest.raises(WeightSyncError, match="changed"):
-        second.begin_sync(manifest(adapter_weights(), "adapter"), {**LORA, "alpha": 8.0})
-    for mode, adapter in (("full", LORA), ("adapter", None)):
-        with pytest.raises(WeightSyncError, match=mode):
-            engine().begin_sync(manifest(new_weights(), mode), adapter)
-
-
-def test_an_adapter_sync_must_touch_every_wrapped_layer() -> None:
-    """LoRA bound to half of its layers trains, but samples with another policy."""
-    tensors = {name: tensor for name, tensor in adapter_weights().items() if ".to_out." not in name}
-    target = engine()
-    with pytest.raises(WeightSyncError, match="to_out"):
-        sync(target, tensors, adapter=LORA)
-    prefixed = {f"transformer.{name}": tensor for name, tensor in adapter_weights().items()}
-    with pytest.raises(WeightSyncError, match=r"transformer\.blocks"):
-        sync(engine(), prefixed, adapter=LORA)
+    asleep = LocalEngine(adapter=TinyAdapter(), settings=engine_settings())
+    with SendBuffer.open(CPU, 64) as buffer, pytest.raises(WeightSyncError, match="before start"):
+        asleep.begin_sync(offer_of(new_weights(), [buffer.handle]))
 
 
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "adapter"])
-def test_abort_after_the_commit_brings_weights_and_version_back(adapter: dict[str, object] | None) -> None:
+def test_abort_after_the_commit_brings_weights_and_version_back(adapter: AdapterConfig | None) -> None:
     """Another engine may have refused the version that this one already took."""
     make = adapter_weights if adapter else new_weights
-    target = engine()
-    sync(target, make(3), version=1, adapter=adapter)
+    target = engine(sync_mode="adapter" if adapter else "full")
+    deliver(target, make(3), version=1, adapter=adapter)
     before = images(target)
-    sync(target, make(4), version=2, adapter=adapter)
+    deliver(target, make(4), version=2, adapter=adapter)
     target.abort_sync()
     assert target.policy_version == 1
     assert torch.equal(images(target), before)
     target.abort_sync()
     assert torch.equal(images(target), before)
-    sync(target, make(4), version=2, adapter=adapter)
+    deliver(target, make(4), version=2, adapter=adapter)
     assert target.policy_version == 2
     assert not torch.equal(images(target), before)
 
 
 def test_abort_of_the_first_adapter_sync_leaves_the_base_output() -> None:
-    target = engine()
+    target = engine(sync_mode="adapter")
     before = images(target)
-    sync(target, adapter_weights(), adapter=LORA)
+    deliver(target, adapter_weights(), adapter=LORA)
     target.abort_sync()
     assert target.policy_version == 0
     assert torch.equal(images(target), before)
@@ -407,16 +419,36 @@ def test_abort_of_the_first_adapter_sync_leaves_the_base_output() -> None:
 
 def test_abort_undoes_the_current_sync_only() -> None:
     target = engine()
-    sync(target, new_weights(), version=1)
+    deliver(target, new_weights(), version=1)
     after = images(target)
-    target.begin_sync(manifest(new_weights(4)))
-    target.receive(WeightBucket(index=0, tensors=new_weights(4)))
+    ((bucket, content),) = buckets_of(new_weights(4), per_bucket=100)
+    with SendBuffer.open(CPU, bucket.bytes) as buffer:
+        target.begin_sync(offer_of(new_weights(4), [buffer.handle]))
+        write(buffer, 0, content)
+        target.receive(bucket)
+        target.abort_sync()
+        assert target.policy_version == 1
+        assert torch.equal(images(target), after)
+        # A sync that is refused at once must not take the one before it along.
+        with pytest.raises(WeightSyncError):
+            target.begin_sync(offer_of(adapter_weights(), [buffer.handle], LORA))
     target.abort_sync()
     assert target.policy_version == 1
     assert torch.equal(images(target), after)
-    # A sync that is refused at once must not take the one before it along.
-    with pytest.raises(WeightSyncError):
-        target.begin_sync(manifest(new_weights(4)), LORA)
-    target.abort_sync()
-    assert target.policy_version == 1
-    assert torch.equal(images(target), after)
+
+
+def test_no_mapping_outlives_its_sync() -> None:
+    def mapped() -> int:
+        with open("/proc/self/maps") as maps:  # noqa: PTH123 - no regular file
+            return sum("relax-weights-" in line for line in maps)
+
+    target, before = engine(), mapped()
+    deliver(target, new_weights())
+    with SendBuffer.open(CPU, 64) as buffer:
+        target.begin_sync(offer_of(new_weights(), [buffer.handle]))
+        assert mapped() == before + 2
+        target.abort_sync()
+        assert mapped() == before + 1
+        target.begin_sync(offer_of(new_weights(), [buffer.handle]))
+        target.shutdown()
+    assert mapped() == before

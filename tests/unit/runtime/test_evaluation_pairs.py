@@ -43,11 +43,21 @@ class Rewards:
         return type("Result", (), {"scores": RewardScores(components={"x": values})})
 
 
+class Resident:
+    """Engines that are always there."""
+
+    def sample(self, work: Any, *, policy_version: int) -> Any:
+        return work()
+
+
 def evaluator(count: int, *passes: tuple[float, ...]) -> Evaluator:
     prompts = [PromptRecord(prompt=f"p{index}", prompt_id=str(index)) for index in range(count)]
     driver: Any = Driver()
     rewards: Any = Rewards(*passes)
-    return Evaluator(name="set", prompts=prompts, samples_per_prompt=2, driver=driver, rewards=rewards)
+    resident: Any = Resident()
+    return Evaluator(
+        name="set", prompts=prompts, samples_per_prompt=2, driver=driver, rewards=rewards, recovery=resident
+    )
 
 
 def quiet(*_: Any) -> None:

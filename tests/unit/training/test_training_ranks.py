@@ -6,20 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
-from tiny_training import make_trainer, shifted, tiny_groups, two_rank_entry, weights
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found; one spawn serves all tests of this file."""
-    folder = tmp_path_factory.mktemp("two_ranks")
-    context = multiprocessing.spawn(two_rank_entry, args=(str(folder),), nprocs=2, join=False)
-    if not context.join(timeout=120) and not context.join(timeout=5):
-        for process in context.processes:
-            process.kill()
-        pytest.fail("the ranks did not finish within 120 s")
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+from tiny_training import make_trainer, repeatable, shifted, tiny_groups, weights
 
 
 @pytest.mark.usefixtures("process_group")
@@ -28,7 +15,7 @@ def test_two_ranks_train_like_one(two_ranks: list[dict[str, Any]], scenario: str
     """``redundant``: three candidates, which two ranks cannot share."""
     candidates, mode = (3, "full") if scenario == "redundant" else (4, scenario)
     one = make_trainer(mode=mode, micro=1, updates=2)
-    metrics = one.update(tiny_groups(4, candidates)).metrics
+    metrics = repeatable(one.update(tiny_groups(4, candidates)).metrics)
     first, second = (results[scenario] for results in two_ranks)
     assert first["metrics"] == second["metrics"]
     for name, tensor in weights(one.module).items():

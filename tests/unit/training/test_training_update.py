@@ -15,6 +15,7 @@ from tiny_training import (
     captured_gradients,
     make_trainer,
     reference_update,
+    repeatable,
     tiny_groups,
     weights,
 )
@@ -96,18 +97,42 @@ def test_the_loss_of_one_update_is_zero_with_centred_advantages() -> None:
     assert make_trainer().update(groups).metrics["train/loss"] == pytest.approx(0.0, abs=1e-7)
 
 
+@pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_micro_batch_size_does_not_change_the_gradient(mode: str) -> None:
-    groups = tiny_groups(2, 8)
+def test_the_shape_of_a_forward_does_not_change_the_gradient(mode: str, reshard: bool) -> None:
+    """Candidates and trained steps of a forward; 2 of 3 steps leave an uneven rest."""
+    groups = tiny_groups(2, 8, steps=(1, 2, 4))
     seen = {}
-    for micro in (1, 2, 4, 8, 3):
-        made = make_trainer(mode=mode, micro=micro)
+    for micro, steps in ((8, None), (1, None), (2, 3), (4, 2), (3, None), (8, 1), (1, 1), (2, 2)):
+        made = make_trainer(mode=mode, micro=micro, steps=steps, fsdp={"reshard_after_forward": reshard})
         with captured_gradients(made.module) as gradients:
             metrics = made.update(groups).metrics
-        (seen[micro],) = gradients
-        assert metrics["train/num_microbatches"] == (2 if micro == 3 else 16 / micro)
-    for micro in (1, 2, 4, 3):
-        assert_close(seen[micro], seen[8], relative=1e-5)
+        (seen[micro, steps],) = gradients
+        assert metrics["train/num_microbatches"] == (2 if micro == 3 else 16 / micro) * math.ceil(3 / (steps or 3))
+        assert metrics["train/first_update_ratio_max_deviation"] == 0.0
+    for gradient in seen.values():
+        assert_close(gradient, seen[8, None], relative=1e-5)
+
+
+@pytest.mark.parametrize(("steps", "rows"), [(None, 6), (3, 6), (2, 4), (1, 2)])
+def test_a_forward_holds_candidates_times_steps(steps: int | None, rows: int) -> None:
+    adapter, groups = TinyAdapter(), tiny_groups(2, 4, steps=(1, 2, 4))
+    make_trainer(adapter, micro=2, steps=steps, updates=2).update(groups)
+    trained = [latents for grad, latents in adapter.forwards if grad]
+    assert max(latents.shape[0] for latents in trained) == rows
+    # In whatever forwards: every cell once.
+    want = torch.cat([group.trajectory.latents.flatten(0, 1) for group in groups])
+    assert sorted(row.sum().item() for row in torch.cat(trained)) == sorted(row.sum().item() for row in want)
+
+
+def test_uneven_forwards_train_like_the_reference() -> None:
+    groups = tiny_groups(steps=(1, 2, 4))
+    want = reference_update(groups, updates=2)
+    made = make_trainer(micro=1, steps=2, updates=2)
+    metrics = made.update(groups).metrics
+    assert_close(weights(made.module), want.weights, relative=1e-4)
+    assert metrics["train/loss"] == pytest.approx(sum(want.losses) / 2, rel=1e-3, abs=1e-6)
+    assert metrics["train/logp_parity_max"] < 1e-5
 
 
 def test_updates_are_disjoint_and_use_every_candidate_once() -> None:
@@ -142,7 +167,7 @@ def test_activation_checkpointing_changes_nothing(mode: str) -> None:
     for checkpointing in (False, True):
         made = make_trainer(mode=mode, updates=2, fsdp={"activation_checkpointing": checkpointing})
         with captured_gradients(made.module) as gradients:
-            metrics = made.update(tiny_groups()).metrics
+            metrics = repeatable(made.update(tiny_groups()).metrics)
         results.append((gradients, weights(made.module), metrics))
         wrapped = any("_checkpoint_wrapped_module" in name for name, _ in made.module.named_parameters())
         assert wrapped == checkpointing
@@ -158,7 +183,7 @@ def test_two_runs_with_one_seed_are_identical() -> None:
     for noise in (1, 2):
         torch.manual_seed(noise)
         made = make_trainer(mode="lora", updates=2)
-        runs.append((made.update(tiny_groups()).metrics, weights(made.module)))
+        runs.append((repeatable(made.update(tiny_groups()).metrics), weights(made.module)))
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
 
@@ -327,6 +352,8 @@ def test_a_gradient_that_is_not_finite_is_refused() -> None:
 def test_groups_of_different_sizes_are_refused() -> None:
     with pytest.raises(TrainingError, match="different sizes"):
         make_trainer().update([*tiny_groups(1, 4), *tiny_groups(1, 2)])
+    with pytest.raises(TrainingError, match=r"\[1, 2\] trained steps"):
+        make_trainer().update([*tiny_groups(1, 4), *tiny_groups(1, 4, steps=(1,))])
 
 
 # --- preparing the module ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tiny_family import TinyAdapter, TinyTransformer
 from tiny_training import make_trainer, tiny_groups, weights
 
 from relax_sdk.errors import WeightSyncError
-from relax_sdk.weight_sync import WireWeights, strip_transport_wrappers
+from relax_sdk.weight_sync import WireWeights, gather, strip_transport_wrappers
 from relax_sdk.weights import inject_lora, to_peft_name
 
 INPUTS = (
@@ -84,6 +84,8 @@ def test_the_manifest_counts_what_is_sent(mode: str, lora: str, dtype: torch.dty
     lines = "".join(f"{name}|{','.join(map(str, tensor.shape))}\n" for name, tensor in sent)
     assert view.manifest.ordered_name_shape_hash == hashlib.sha256(lines.encode()).hexdigest()
     assert [name for name, _ in view] == [name for name, _ in sent], "a view can be drawn again"
+    assert view.tensors == tuple((name, tuple(tensor.shape)) for name, tensor in sent)
+    assert {tensor.dtype for _, tensor in sent} == {getattr(torch, view.dtype)} == {dtype}
 
 
 @pytest.mark.usefixtures("process_group")
@@ -150,3 +152,42 @@ def test_two_parameters_with_one_wire_name_are_refused() -> None:
 def test_adapter_mode_without_lora_is_refused() -> None:
     with pytest.raises(WeightSyncError, match="no LoRA"):
         wire(TinyTransformer(), "adapter")
+
+
+def test_a_failed_merge_leaves_the_iterator_at_the_next_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks go on gathering, and wait for this one."""
+    module = TinyTransformer()
+    inject_lora(module, rank=2, alpha=4.0, target_modules=("to_q", "to_out"))
+
+    def out_of_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no memory for the merge")
+
+    monkeypatch.setattr(gather, "merge_delta", out_of_memory)
+    view, drawn, failed = wire(module), [], 0
+    draws = iter(view)
+    for name, _ in view.tensors:
+        try:
+            drawn.append(next(draws)[0])
+            assert drawn[-1] == name
+        except torch.OutOfMemoryError:
+            failed += 1
+    assert failed == 4
+    assert len(drawn) == len(view.tensors) - 4
+    assert next(draws, None) is None
+
+
+def test_a_failed_gather_ends_the_iterator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nobody to gather with; trying the next tensor would wait for another timeout."""
+    plain = gather._whole
+
+    def lost(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape == (8, 8):
+            raise RuntimeError("connection closed by peer")
+        return plain(tensor)
+
+    monkeypatch.setattr(gather, "_whole", lost)
+    draws = iter(wire(TinyTransformer()))
+    assert [next(draws)[0] for _ in range(2)] == ["proj_in.weight", "proj_in.bias"]
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        next(draws)
+    assert list(draws) == []

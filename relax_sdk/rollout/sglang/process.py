@@ -1,0 +1,260 @@
+"""One SGLang server as a subprocess: its own process group, a lifeline, a log file, and no orphans.
+
+The server ends when its owner ends, however that happens: it reads from a pipe whose other end only the owner holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from relax_sdk.errors import RolloutError
+from relax_sdk.rollout.sglang.client import SGLangClient
+from relax_sdk.rollout.sglang.session import LIFELINE_VARIABLE, OWNER_VARIABLE, SESSION_VARIABLE, report_name
+
+__all__ = ["ServerProcess", "free_ports", "leftover_servers"]
+
+_PROC = Path("/proc")
+_POLL_S = 0.25
+_TERM_GRACE_S = 5.0
+_LOG_LINES, _LOG_BYTES = 25, 20_000
+_LAUNCHER = "from sglang.cli.main import main; main()"
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct free ports of the loopback interface; all are held while they are looked for."""
+    with contextlib.ExitStack() as stack:
+        ports = []
+        for _ in range(count):
+            probe = stack.enter_context(socket.socket())
+            probe.bind(("127.0.0.1", 0))
+            ports.append(int(probe.getsockname()[1]))
+        return ports
+
+
+def leftover_servers() -> list[str]:
+    """Servers of ours whose owner is gone, as texts for a message: pid, command, and how to end it."""
+    found = []
+    for folder in _PROC.iterdir() if _PROC.is_dir() else ():
+        if not folder.name.isdigit():
+            continue
+        try:
+            pairs = (folder / "environ").read_bytes().split(b"\0")
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            group = os.getpgid(int(folder.name))
+        except OSError:
+            continue  # it ended meanwhile, or belongs to another user
+        environ = dict(pair.decode(errors="replace").split("=", 1) for pair in pairs if b"=" in pair)
+        owner = environ.get(OWNER_VARIABLE)
+        if owner is not None and not _alive(owner):
+            found.append(f"pid {folder.name} ({command[:60]}): kill -9 -- -{group}")
+    return found
+
+
+def _owner() -> str:
+    return f"{os.getpid()}:{_start_time(os.getpid())}"
+
+
+def _start_time(pid: int) -> str:
+    """A process's start in clock ticks since boot: with the pid it names a process for good. Empty when it ended."""
+    try:
+        # The command in brackets may hold spaces and brackets of its own.
+        state, *fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    # Nobody may ever wait for a killed owner: a zombie has ended too.
+    return "" if state in "ZX" else fields[18]
+
+
+def _alive(owner: str) -> bool:
+    pid, _, started = owner.partition(":")
+    return bool(started) and pid.isdigit() and _start_time(int(pid)) == started
+
+
+class ServerProcess:
+    """Start, watch, stop.
+
+    Args:
+        arguments: of ``sglang serve``, without host and ports.
+        environ: further environment variables.
+        folder: the session's: reports, log.
+        workers: how many worker processes will report.
+        required: hook targets that every report must name.
+        timeout_s: of one call to the server.
+    """
+
+    def __init__(
+        self,
+        *,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        folder: Path,
+        workers: int,
+        required: Sequence[str],
+        timeout_s: float,
+    ) -> None:
+        self._arguments, self._environ = tuple(arguments), dict(environ)
+        self._folder, self._workers, self._required = folder, workers, tuple(required)
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline: int | None = None
+        self._log_start = 0
+        self.log = folder / "server.log"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the server's main process, which leads its process group; None before the start."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, *, limit_s: float, progress: Callable[[str], None] | None = None) -> SGLangClient:
+        """Start the server and wait until it is healthy and every worker has reported.
+
+        Args:
+            limit_s: longest wait.
+            progress: told now and then what the wait is for.
+
+        Raises:
+            RolloutError: it ended, did not become healthy in time, or lacks a hook; its last lines are quoted.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for rank in range(self._workers):
+            (self._folder / report_name(rank)).unlink(missing_ok=True)
+        port, scheduler, master = free_ports(3)
+        ports = ["--host", "127.0.0.1", "--port", str(port), "--scheduler-port", str(scheduler)]
+        command = [sys.executable, "-c", _LAUNCHER, "serve", *self._arguments, *ports, "--master-port", str(master)]
+        reading, self._lifeline = os.pipe()
+        environ = os.environ | self._environ
+        environ |= {
+            SESSION_VARIABLE: str(self._folder),
+            OWNER_VARIABLE: _owner(),
+            LIFELINE_VARIABLE: str(reading),
+        }
+        client = SGLangClient(port=port, timeout_s=self._timeout_s)
+        try:
+            try:
+                with self.log.open("ab") as log:
+                    self._log_start = log.tell()
+                    self._process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=environ,
+                        pass_fds=(reading,),
+                        start_new_session=True,
+                    )
+            finally:
+                os.close(reading)
+            self._wait_healthy(client, limit_s, progress)
+            self._check_reports()
+        except BaseException:
+            self.stop()
+            raise
+        return client
+
+    def problem(self) -> str | None:
+        """Why the server is gone, with its last lines; None while it runs."""
+        if self._process is None:
+            return "the SGLang server is not running"
+        code = self._process.poll()
+        if code is None:
+            return None
+        how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+        return f"the SGLang server ended with {how}; its last lines ({self.log}):\n{self.tail()}"
+
+    def wait_problem(self, *, limit_s: float) -> str | None:
+        """`problem`, after giving a dying server a moment to end."""
+        deadline = time.monotonic() + limit_s
+        while self.problem() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.problem()
+
+    def tail(self) -> str:
+        """The last lines that this server wrote to the log, indented."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(self._log_start, self.log.stat().st_size - _LOG_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
+        except OSError as error:
+            return f"  (no log: {error})"
+        return "\n".join(f"  | {line}" for line in lines)
+
+    def stop(self) -> None:
+        """End the whole process group and wait for it. Safe to call twice."""
+        process, self._process = self._process, None
+        if process is not None:
+            self._end_group(process)
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+
+    def _end_group(self, process: subprocess.Popen[bytes]) -> None:
+        # The leader's pid is the group's id, also when the leader is gone and workers are left.
+        for number, wait_s in ((signal.SIGTERM, _TERM_GRACE_S), (signal.SIGKILL, _TERM_GRACE_S)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            deadline = time.monotonic() + wait_s
+            while time.monotonic() < deadline:
+                process.poll()
+                if not _group_exists(process.pid):
+                    return
+                time.sleep(0.05)
+
+    def _wait_healthy(self, client: SGLangClient, limit_s: float, progress: Callable[[str], None] | None) -> None:
+        started = time.monotonic()
+        while not client.healthy():
+            gone = self.problem()
+            if gone is not None:
+                raise RolloutError(gone, where="starting the rollout engine")
+            waited = time.monotonic() - started
+            if waited > limit_s:
+                raise RolloutError(
+                    f"the SGLang server was not ready within {limit_s:.0f} s; "
+                    f"its last lines ({self.log}):\n{self.tail()}"
+                )
+            if progress is not None:
+                progress(f"waiting for the SGLang server, {waited:.0f} s (log: {self.log})")
+            time.sleep(_POLL_S)
+
+    def _check_reports(self) -> None:
+        problems = []
+        for rank, report in self.reports().items():
+            if report is None:
+                problems.append(f"worker {rank} did not report: the plug-in was not loaded there")
+                continue
+            missing = sorted(set(self._required) - set(report["hooks"]))
+            problems += [f"worker {rank} did not apply {target}" for target in missing]
+        if problems:
+            raise RolloutError(
+                "the SGLang server runs without what training relies on:\n"
+                + "\n".join(f"  - {problem}" for problem in problems)
+                + f"\nits last lines ({self.log}):\n{self.tail()}",
+                where="starting the rollout engine",
+            )
+
+    def reports(self) -> dict[int, dict[str, Any] | None]:
+        """What each worker wrote after loading its model; None where nothing was written."""
+        reports: dict[int, dict[str, Any] | None] = {}
+        for rank in range(self._workers):
+            path = self._folder / report_name(rank)
+            reports[rank] = json.loads(path.read_text()) if path.exists() else None
+        return reports
+
+
+def _group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,292 @@
+"""The double buffer that a weight sync sends through: memory of one process that others on the machine open.
+
+On CUDA it is device memory opened by IPC handle, on a CPU a memory-mapped file. `SendBuffer` owns it and gives out a
+`BufferHandle`; `OpenBuffer` is the other end. What lies in the slots, and when they may be written, is the business of
+the weight sync. Left out: other machines, and peer access between devices (a receiver opens the buffer of its own).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from relax_sdk.errors import WeightSyncError
+from relax_sdk.protocols import BufferHandle
+
+__all__ = ["OpenBuffer", "SendBuffer", "buffer_for"]
+
+_ALIGNMENT = 512
+"""Slots start at multiples of this many bytes, as the allocator's own blocks do."""
+_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_FIELDS = (
+    "handle",
+    "storage_bytes",
+    "storage_offset",
+    "counter_handle",
+    "counter_offset",
+    "event_handle",
+    "event_sync_required",
+)
+"""What `UntypedStorage._share_cuda_` returns after the device index, in order; bytes travel as base64."""
+_BYTES_FIELDS = frozenset({"handle", "counter_handle", "event_handle"})
+
+
+class SendBuffer:
+    """The owner's end; made by `open`.
+
+    Attributes:
+        handle: how another process opens the buffer, once for each process that will.
+    """
+
+    def __init__(self, memory: Tensor, handle: BufferHandle) -> None:
+        self._memory: Tensor | None = memory
+        self.handle = handle
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, device: torch.device, slot_bytes: int, *, slots: int = 2) -> Iterator[Self]:
+        """A buffer of ``slots`` times ``slot_bytes`` (rounded up to 512), given back when the block ends.
+
+        By then no receiver may read it: on CUDA its memory goes back to this process's allocator, which keeps it for
+        the next sync until ``torch.cuda.empty_cache()``; a CPU's file is unlinked.
+
+        Args:
+            device: where the memory is.
+            slot_bytes: of one slot.
+            slots: how many.
+
+        Raises:
+            WeightSyncError: no folder has room for the file.
+            torch.OutOfMemoryError: the device has not.
+        """
+        slot_bytes = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
+        make = _cuda_buffer if device.type == "cuda" else _file_buffer
+        with make(device, slot_bytes, slots) as (memory, handle):
+            buffer = cls(memory, handle)
+            # The caller's frame keeps its own reference, which would outlive the block.
+            del memory
+            try:
+                yield buffer
+            finally:
+                buffer._memory = None
+
+    def slot(self, index: int) -> Tensor:
+        """Slot ``index``: uint8, [slot_bytes]."""
+        return _slot(self._memory, self.handle, index)
+
+    def flush(self) -> None:
+        """Wait until everything written so far can be read by another process."""
+        if self._memory is not None and self._memory.is_cuda:
+            torch.cuda.synchronize(self._memory.device)
+
+    def unlink(self) -> None:
+        """Take the file's name away early, once every receiver has it open: then not even a kill leaves it."""
+        if self.handle.kind == "file":
+            Path(self.handle.address["path"]).unlink(missing_ok=True)
+
+
+class OpenBuffer:
+    """A receiver's end; made by `open`."""
+
+    def __init__(self, memory: Tensor, handle: BufferHandle) -> None:
+        self._memory: Tensor | None = memory
+        self._handle = handle
+
+    @classmethod
+    def open(cls, handle: BufferHandle, device: torch.device) -> Self:
+        """Map a sender's buffer into this process. A handle serves one opening.
+
+        Args:
+            handle: the sender's.
+            device: this process's own device, whatever its index at the sender.
+
+        Raises:
+            WeightSyncError: the handle is of another device, or its memory is not there.
+        """
+        _check_device(handle, device)
+        try:
+            memory = _open_cuda(handle, device) if handle.kind == "cuda_ipc" else _open_file(handle)
+        except (OSError, RuntimeError, KeyError, ValueError) as error:
+            raise WeightSyncError(
+                f"cannot open the sender's buffer: {type(error).__name__}: {error}",
+                where=_described(handle),
+                expected="memory of a living process on this machine",
+            ) from error
+        return cls(memory, handle)
+
+    def slot(self, index: int) -> Tensor:
+        """Slot ``index``: uint8, [slot_bytes]; the sender's own memory, to be copied from.
+
+        Raises:
+            WeightSyncError: there is no such slot, or the buffer is closed.
+        """
+        return _slot(self._memory, self._handle, index)
+
+    def close(self) -> None:
+        """Free the mapping; the caller holds no slot any more. Safe to call twice."""
+        if self._memory is None:
+            return
+        device, self._memory = self._memory.device, None
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.ipc_collect()
+
+
+def buffer_for(handles: Sequence[BufferHandle], device: torch.device) -> BufferHandle:
+    """The handle that a receiver on ``device`` opens: its device's by UUID, or on a CPU the single one.
+
+    Raises:
+        WeightSyncError: none fits; the message lists what came.
+    """
+    if device.type == "cpu":
+        fitting = [handle for handle in handles if handle.kind == "file"]
+        wanted = "one memory-mapped file, for a receiver on a CPU"
+    else:
+        own = _normal_uuid(_uuid_of(device))
+        fitting = [h for h in handles if h.kind == "cuda_ipc" and _normal_uuid(h.device_uuid) == own]
+        wanted = f"memory of this receiver's device {_uuid_of(device)}"
+    if len(fitting) != 1:
+        raise WeightSyncError(
+            f"{len(fitting)} of {len(handles)} buffers fit this receiver: " + ", ".join(map(_described, handles)),
+            expected=wanted,
+        )
+    return fitting[0]
+
+
+@contextlib.contextmanager
+def _file_buffer(device: torch.device, slot_bytes: int, slots: int) -> Iterator[tuple[Tensor, BufferHandle]]:
+    size = slot_bytes * slots
+    path, memory = _create_file(size)
+    try:
+        yield memory, BufferHandle(kind="file", slots=slots, slot_bytes=slot_bytes, address={"path": str(path)})
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _create_file(size: int) -> tuple[Path, Tensor]:
+    """A new mapped file in the first folder with room; its blocks are reserved, so that writing cannot fail later."""
+    refusals = []
+    for folder in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
+        with contextlib.ExitStack() as undo:
+            try:
+                if shutil.disk_usage(folder).free < size:
+                    raise OSError(f"{shutil.disk_usage(folder).free} bytes free")
+                descriptor, name = tempfile.mkstemp(prefix="relax-weights-", dir=folder)
+                undo.callback(Path(name).unlink)
+                try:
+                    os.posix_fallocate(descriptor, 0, size)
+                    memory = _mapped(descriptor, size)
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                refusals.append(f"{folder}: {error.strerror or error}")
+                continue
+            undo.pop_all()
+            return Path(name), memory
+    raise WeightSyncError(
+        f"no room for a send buffer of {size} bytes: {'; '.join(refusals)}",
+        expected="a folder with that much free, or a smaller --weight-sync-bucket-size-mb",
+    )
+
+
+def _open_file(handle: BufferHandle) -> Tensor:
+    size = handle.slots * handle.slot_bytes
+    # torch's own mapping of files would create one that is missing, and read zeros.
+    descriptor = os.open(handle.address["path"], os.O_RDWR)
+    try:
+        found = os.fstat(descriptor).st_size
+        if found != size:
+            raise ValueError(f"the file has {found} bytes, expected {size}")
+        return _mapped(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(descriptor: int, size: int) -> Tensor:
+    """The tensor holds the only reference to the mapping, which ends with it."""
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+
+
+@contextlib.contextmanager
+def _cuda_buffer(device: torch.device, slot_bytes: int, slots: int) -> Iterator[tuple[Tensor, BufferHandle]]:
+    memory = torch.empty(slots * slot_bytes, dtype=torch.uint8, device=device)
+    # torch keeps a shared storage until its receiver has let go of it, and for good when that never opened it or died.
+    # So what is shared is a storage that does not own the memory.
+    lent: Any = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes)
+    with torch.cuda.device(device):
+        _, *values = lent._share_cuda_()
+    shared = dict(zip(_SHARED_FIELDS, values, strict=True))
+    handle = BufferHandle(
+        kind="cuda_ipc",
+        device_uuid=_uuid_of(device),
+        slots=slots,
+        slot_bytes=slot_bytes,
+        address={
+            name: base64.b64encode(value).decode() if name in _BYTES_FIELDS else value for name, value in shared.items()
+        },
+    )
+    try:
+        yield memory, handle
+    finally:
+        del memory, lent
+        with torch.cuda.device(device):
+            torch.cuda.ipc_collect()
+
+
+def _open_cuda(handle: BufferHandle, device: torch.device) -> Tensor:
+    values = [
+        base64.b64decode(handle.address[name]) if name in _BYTES_FIELDS else handle.address[name]
+        for name in _SHARED_FIELDS
+    ]
+    torch.cuda.init()
+    index = _index_of(device)
+    with torch.cuda.device(index):
+        storage = torch.UntypedStorage._new_shared_cuda(index, *values)
+        memory = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index))
+        return memory.set_(storage)
+
+
+def _check_device(handle: BufferHandle, device: torch.device) -> None:
+    if (handle.kind == "cuda_ipc") != (device.type == "cuda"):
+        raise WeightSyncError(f"a receiver on {device.type!r} cannot open {_described(handle)}")
+    if device.type == "cuda" and _normal_uuid(handle.device_uuid) != _normal_uuid(_uuid_of(device)):
+        raise WeightSyncError(
+            f"the buffer is memory of device {handle.device_uuid!r}, this receiver's device is {_uuid_of(device)!r}",
+            expected="the buffer of the rank on the receiver's own device",
+        )
+
+
+def _slot(memory: Tensor | None, handle: BufferHandle, index: int) -> Tensor:
+    if memory is None:
+        raise WeightSyncError(f"slot {index} of a buffer that is closed", where=_described(handle))
+    if not 0 <= index < handle.slots:
+        raise WeightSyncError(f"slot {index} of a buffer with {handle.slots}", where=_described(handle))
+    return memory[index * handle.slot_bytes : (index + 1) * handle.slot_bytes]
+
+
+def _described(handle: BufferHandle) -> str:
+    what = handle.device_uuid if handle.kind == "cuda_ipc" else handle.address.get("path")
+    return f"{handle.kind} {what} ({handle.slots} x {handle.slot_bytes} bytes)"
+
+
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _uuid_of(device: torch.device) -> str:
+    properties: Any = torch.cuda.get_device_properties(_index_of(device))
+    return str(properties.uuid)
+
+
+def _normal_uuid(uuid: str) -> str:
+    return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
