@@ -96,6 +96,8 @@ debug_option = click.option(
     commands_at={
         "train": ("relax_sdk.cli.run:train_command", "Train a model: FlowGRPO with an installed plug-in."),
         "preflight": ("relax_sdk.cli.run:preflight_command", "Check a configuration as train would, and stop."),
+        "status": ("relax_sdk.cli.control:status_command", "Ask a run that is under way how it is."),
+        "stop": ("relax_sdk.cli.control:stop_command", "Stop a run after its current rollout."),
         "plugins": ("relax_sdk.cli.plugins:plugins_group", "List installed plug-ins, or show and check one."),
         "config": ("relax_sdk.cli.config:config_group", "Explain where every value comes from."),
         "doctor": ("relax_sdk.cli.doctor:doctor_command", "Look at packages, GPUs, memory, disk and plug-ins."),

@@ -19,7 +19,7 @@ from relax_sdk.protocols import SamplingConfig
 
 __all__ = ["Entry", "Layer", "from_environment", "from_flags", "from_mapping", "from_yaml", "is_chosen", "origin"]
 
-CONTROL_VARIABLES = ("RELAX_DISABLE_PLUGINS",)
+CONTROL_VARIABLES = ("RELAX_CONTROL_TOKEN", "RELAX_DISABLE_PLUGINS")
 """``RELAX_*`` variables that are not fields."""
 
 SAMPLE_ID_MODE_VARIABLE = "RELAX_NATIVE_GENERATION_SAMPLE_ID_MODE"

@@ -8,7 +8,7 @@ from typing import Any
 
 from relax_sdk.config import RunConfig
 from relax_sdk.errors import PluginError, PreflightError
-from relax_sdk.preflight import batch, model, placement, reward, sampling, training
+from relax_sdk.preflight import batch, control, model, placement, reward, sampling, training
 from relax_sdk.preflight.situation import Rule, Situation
 from relax_sdk.registry import ModelSpec, Registry
 
@@ -21,6 +21,7 @@ RULES: tuple[Rule, ...] = (
     *sampling.RULES,
     *training.RULES,
     *reward.RULES,
+    *control.RULES,
 )
 WARNINGS: tuple[Rule, ...] = (*model.WARNINGS, *batch.WARNINGS, *sampling.WARNINGS, *training.WARNINGS)
 

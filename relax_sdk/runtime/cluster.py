@@ -11,6 +11,8 @@ import dataclasses
 import logging
 import os
 import shlex
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -27,6 +29,7 @@ from relax_sdk.registry import Registry
 from relax_sdk.runtime.actor_group import ActorGroup
 from relax_sdk.runtime.actor_role import ActorRole, SyncPlan
 from relax_sdk.runtime.calls import engine_names, rank_names, wait_all
+from relax_sdk.runtime.controller import ControlPlane, open_controller
 from relax_sdk.runtime.engine_link import ENGINE_WAIT
 from relax_sdk.runtime.fleet import RolloutFleet
 from relax_sdk.runtime.rollout_role import RolloutRole
@@ -49,11 +52,13 @@ class Cluster:
         fleet: engines and scorer.
         actor: the training ranks.
         rows: the driver's end of TransferQueue.
+        control: the run's controller.
     """
 
     fleet: RolloutFleet
     actor: ActorGroup
     rows: RowQueue
+    control: ControlPlane
 
 
 @contextlib.contextmanager
@@ -73,6 +78,8 @@ def open_cluster(config: RunConfig, registry: Registry, *, on_phase: Callable[[s
     with contextlib.ExitStack() as stack:
         stack.callback(ray.shutdown)
         owned = _start_ray(config)
+        stack.enter_context(_sigterm_unwinds())
+        control = stack.enter_context(open_controller(config, run_dir=config.run_dir))
         use_gpu = _use_gpu(config, owned=owned)
         on_phase(f"placing roles on {'CUDA' if use_gpu else 'the CPU'}")
         group = _place(config, use_gpu=use_gpu)
@@ -90,6 +97,8 @@ def open_cluster(config: RunConfig, registry: Registry, *, on_phase: Callable[[s
             timeout_s=_START_TIMEOUT_S,
         )
         engines = [roles.create_engine(index) for index in range(config.actor_world // roles.ranks_per_engine)]
+        control.roles(dict(zip(rank_names(len(ranks)), ranks, strict=True)))
+        control.roles(dict(zip(engine_names(len(engines)), engines, strict=True)))
         started = [engine.start.remote() for engine in engines]
         address = wait_all(
             [ranks[0].master_address.remote()],
@@ -103,7 +112,14 @@ def open_cluster(config: RunConfig, registry: Registry, *, on_phase: Callable[[s
         started += [rank.attach_rows.remote() for rank in ranks]
         names = engine_names(len(engines)) + rank_names(len(ranks)) * 2
         results = wait_all(started, what="start", names=names, timeout_s=_START_TIMEOUT_S)
+        control.wait_started()
         components, tracks = results[0]
+
+        def replace(index: int) -> Any:
+            engine = roles.create_engine(index)
+            control.roles({engine_names(len(engines))[index]: engine})
+            return engine
+
         fleet = RolloutFleet(
             engines,
             components=components,
@@ -111,13 +127,35 @@ def open_cluster(config: RunConfig, registry: Registry, *, on_phase: Callable[[s
             timeout_s=_whole_call(config),
             start_timeout_s=_START_TIMEOUT_S,
             score_rows=config.reward.batch_size,
-            replace=roles.create_engine,
+            replace=replace,
         )
         yield Cluster(
             fleet=fleet,
             actor=ActorGroup(ranks, timeout_s=_whole_call(config)),
             rows=rows,
+            control=control,
         )
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """A request to terminate ends the run like Ctrl-C, with every role stopped; Ray's own handler would only crash.
+
+    Raises:
+        SystemExit: 128 + 15, from wherever the main thread is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+
+    def terminate(number: int, _frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _whole_call(config: RunConfig) -> float:

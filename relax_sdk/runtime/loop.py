@@ -90,27 +90,34 @@ def train(config: RunConfig, *, registry: Registry, observer: Observer | None = 
                 rewards=context.rewards,
                 recovery=context.recovery,
             )
-        evaluations = _rounds(context, evaluator, metrics, watcher)
-    _pictures(run_dir, config, evaluator, evaluations, watcher)
+        rollouts, evaluations = _rounds(context, evaluator, metrics, watcher)
+    _pictures(run_dir, evaluator, rollouts, evaluations, watcher)
     return TrainResult(
         run_dir=run_dir,
-        rollouts=config.run.num_rollout,
-        policy_version=config.run.num_rollout,
+        rollouts=rollouts,
+        policy_version=rollouts,
         evaluations=tuple(evaluations),
     )
 
 
 def _rounds(
     context: StepContext, evaluator: Evaluator | None, metrics: MetricsLogger, watcher: Observer
-) -> list[Evaluation]:
-    """Every rollout, with an evaluation before the first, at each interval, and after the last."""
-    config = context.config
+) -> tuple[int, list[Evaluation]]:
+    """Every rollout, with an evaluation before the first, at each interval, and after the last.
+
+    A wish to stop ends it after the rollout under way, without a further evaluation.
+
+    Returns:
+        How many rollouts were trained, and the evaluations.
+    """
+    config, control = context.config, context.cluster.control
     total, interval = config.run.num_rollout, config.rollout.eval_interval
     evaluations: list[Evaluation] = []
 
     def evaluate(step: int) -> None:
         if evaluator is None:
             return
+        control.publish(state="evaluating")
         evaluation = evaluator.run(step, step, phase=watcher.phase)
         evaluations.append(evaluation)
         metrics.log(step, evaluation.metrics)
@@ -123,9 +130,14 @@ def _rounds(
         manifest_hash = report.manifest.ordered_name_shape_hash
         step = rollout_id + 1
         metrics.log(step, record)
+        control.publish(policy_version=step, metrics=record)
+        if step < total and control.stop_requested():
+            control.publish(state="stopping")
+            watcher.line(f"stopped as asked, after {step} of {total} rollouts")
+            return step, evaluations
         if step == total or (interval is not None and step % interval == 0):
             evaluate(step)
-    return evaluations
+    return total, evaluations
 
 
 def _context(
@@ -182,8 +194,8 @@ def _context(
 
 def _pictures(
     run_dir: Path,
-    config: RunConfig,
     evaluator: Evaluator | None,
+    rollouts: int,
     evaluations: list[Evaluation],
     watcher: Observer,
 ) -> None:
@@ -197,7 +209,7 @@ def _pictures(
         prompts=[prompt.prompt for prompt in evaluator.prompts],
         before=evaluations[0].images,
         after=evaluations[-1].images,
-        title=f"Held-out prompts before and after {config.run.num_rollout} rollouts (same noise, ODE sampler)",
+        title=f"Held-out prompts before and after {rollouts} rollouts (same noise, ODE sampler)",
     )
     watcher.line(f"samples before and after: {run_dir / 'samples.png'}")
 

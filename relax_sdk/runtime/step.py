@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from relax_sdk.config import RunConfig
+from relax_sdk.control import RunState
 from relax_sdk.data import PromptSampler
 from relax_sdk.protocols import SyncReport
 from relax_sdk.rewards import RewardManager
@@ -18,6 +19,14 @@ from relax_sdk.runtime.scoring import combined_advantages, reward_statistics, tr
 from relax_sdk.runtime.timer import PhaseTimer
 
 __all__ = ["StepContext", "run_step"]
+
+_STATES: dict[str, RunState] = {
+    "rollout": "rolling out",
+    "reward": "scoring",
+    "handover": "training",
+    "train": "training",
+    "sync": "syncing",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +59,14 @@ def run_step(
     """
     config, recovery = context.config, context.recovery
     actor, queue = context.cluster.actor, context.cluster.rows
-    timer = PhaseTimer(context.phase, f"rollout {rollout_id + 1}")
+    control = context.cluster.control
+    timer = PhaseTimer(
+        context.phase,
+        f"rollout {rollout_id + 1}",
+        started=lambda name: control.publish(
+            state=_STATES[name], rollout=rollout_id + 1, policy_version=policy_version
+        ),
+    )
     prompts = context.prompts.batch(rollout_id)
     with timer("rollout"):
         batch = recovery.sample(

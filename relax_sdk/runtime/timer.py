@@ -9,10 +9,22 @@ __all__ = ["PhaseTimer"]
 
 
 class PhaseTimer:
-    """Times the phases of one step and announces them."""
+    """Times the phases of one step and announces them.
 
-    def __init__(self, phase: Callable[[str, int, int], None], title: str) -> None:
-        self._phase, self._title = phase, title
+    Args:
+        phase: shown to the user: text, done, total.
+        title: of the step, which begins every text.
+        started: told the name of every phase that begins.
+    """
+
+    def __init__(
+        self,
+        phase: Callable[[str, int, int], None],
+        title: str,
+        *,
+        started: Callable[[str], None] | None = None,
+    ) -> None:
+        self._phase, self._title, self._on_start = phase, title, started
         self._name, self._started = "", time.perf_counter()
         self._begin = self._started
         self.seconds: dict[str, float] = {}
@@ -21,6 +33,8 @@ class PhaseTimer:
         """The context of the phase ``name``."""
         self._name = name
         self._phase(f"{self._title}: {name}", 0, 0)
+        if self._on_start is not None:
+            self._on_start(name)
         return self
 
     def __enter__(self) -> None:

@@ -7,7 +7,8 @@ workers straight from the actor's device memory; only descriptions pass through 
 
 from __future__ import annotations
 
-import functools
+import operator
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,12 +21,14 @@ from relax_sdk.rollout.sglang.process import ServerProcess, leftover_servers
 __all__ = ["SGLangNativeGenerationEngine"]
 
 _START_LIMIT_S = 1800.0
+_LEFTOVER_GRACE_S = 10.0
 _OWN_ARGUMENTS = frozenset(
     f"--{name}"
     for name in (
         *("model-path", "model-id", "model-type", "backend", "num-gpus", "tp-size", "host", "port", "scheduler-port"),
         *("master-port", "batching-max-size", "dit-precision", "vae-precision", "text-encoder-precisions"),
-        *("warmup-mode", "lora-path", "dit-cpu-offload", "text-encoder-cpu-offload", "vae-cpu-offload", "revision"),
+        *("warmup-mode", "lora-path", "config", "revision"),
+        *("dit-cpu-offload", "text-encoder-cpu-offload", "vae-cpu-offload"),
     )
 )
 _ADAPTER_NEEDS = ("sglang_model_id", "sglang_sampling_params", "conditions_from_sglang", "pack_initial_noise")
@@ -49,7 +52,9 @@ class SGLangNativeGenerationEngine:
                 f"adapter {type(adapter).__name__} cannot be served by SGLang: it lacks {', '.join(missing)}",
                 expected="an adapter with the SGLangModelAdapter protocol, or another --rollout-engine",
             )
-        taken = sorted(set(settings.extra_arguments) & _OWN_ARGUMENTS)
+        # SGLang's parser takes ``--flag=value`` and underscores too.
+        flags = (text.partition("=")[0].replace("_", "-") for text in settings.extra_arguments if text.startswith("--"))
+        taken = sorted(set(flags) & _OWN_ARGUMENTS)
         if taken:
             raise RolloutError(
                 f"{', '.join(taken)} is decided by the engine", where="--rollout-engine-args", expected="other flags"
@@ -72,7 +77,10 @@ class SGLangNativeGenerationEngine:
         from relax_sdk.rollout.sglang.targets import REQUIRED_HOOKS
 
         require_contract()
-        left = leftover_servers()
+        # The server of an engine that is being replaced was told to end only just now.
+        deadline = time.monotonic() + _LEFTOVER_GRACE_S
+        while (left := leftover_servers()) and time.monotonic() < deadline:
+            time.sleep(0.1)
         if left:
             raise RolloutError(
                 f"{len(left)} processes of an SGLang server whose run is gone are still there: " + "; ".join(left),
@@ -180,7 +188,7 @@ class SGLangNativeGenerationEngine:
                 slice(start, min(start + size, count)),
                 sampling_params=self._adapter.sglang_sampling_params,
             )
-            items += decode_tensors(self._guarded(functools.partial(SGLangClient.generate, body=body)))
+            items += decode_tensors(self._guarded(operator.methodcaller("generate", body)))
         return rollout_response(request, items, adapter=self._adapter, dtype=self._settings.dtype)
 
     def _control(self, operation: str, **values: Any) -> dict[str, Any]:
@@ -225,7 +233,8 @@ class SGLangNativeGenerationEngine:
         ]
         if settings.revision is not None:
             arguments += ["--revision", settings.revision]
-        return [*arguments, *settings.extra_arguments]
+        # Of a flag that is given twice the last one counts, also when the first is an abbreviation.
+        return [*settings.extra_arguments, *arguments]
 
     def _environ(self) -> dict[str, str]:
         # A person's list of plug-ins for another SGLang would leave ours out.
