@@ -29,8 +29,13 @@ $(VENV)/.installed: $(PROJECTS) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e . -e plugins/pickscore -e plugins/qwen_image
 	touch $@
 
-$(VENV)/.installed-dev: $(PROJECTS) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -e ".[dev]" -e plugins/pickscore -e plugins/qwen_image
+# Tests drive the real SGLang, on a CPU: its packages are pinned, SGLang itself comes without its CUDA dependencies.
+SGLANG := requirements/sglang-cpu.txt
+
+$(VENV)/.installed-dev: $(PROJECTS) $(SGLANG) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -r $(SGLANG)
+	$(BIN)/python -m pip install --quiet --no-deps sglang==0.5.23
+	$(BIN)/python -m pip install --quiet -c $(SGLANG) -e ".[dev]" -e plugins/pickscore -e plugins/qwen_image
 	touch $@ $(VENV)/.installed
 
 clean:

@@ -1,8 +1,8 @@
 """relax-sdk: reinforcement-learning post-training of flow-matching image models, extended by installed plug-ins.
 
-This module is the public surface for plug-in authors, with `relax_sdk.protocols` (what to implement) and
-`relax_sdk.flow` (the shared maths). Names are imported on first use, so that ``import relax_sdk`` costs nothing and a
-room of the core can be imported alone.
+This module is the public surface for plug-in authors, with `relax_sdk.protocols` (what to implement),
+`relax_sdk.flow` (the shared maths) and `relax_sdk.weights` (the engine's side of a weight sync). Names are imported on
+first use, so that ``import relax_sdk`` costs nothing and a room of the core can be imported alone.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ def _run_options(function: _F) -> _F:
 def status_command(run_dir: Path | None, token_file: Path | None, as_json: bool) -> None:
     """Ask the run in RUN_DIR how it is: state, rollout, last metrics, and the health of every role.
 
-    Without RUN_DIR, the newest run under ./runs that answers is meant. Ends with exit code 1 when no run answers.
+    Without RUN_DIR, the newest run under ./runs that answers is asked. Ends with exit code 1 when none answers, and
+    when the one that does has failed.
     """
     run = _find(run_dir, control_token(token_file=token_file, environ=os.environ))
     status, health = run.ask("GET", "/status").body, run.ask("GET", "/health").body
@@ -82,9 +83,10 @@ def status_command(run_dir: Path | None, token_file: Path | None, as_json: bool)
 @json_option
 @_run_options
 def stop_command(run_dir: Path | None, token_file: Path | None, as_json: bool) -> None:
-    """Stop the run in RUN_DIR after its current rollout, so that nothing is lost.
+    """Stop the run in RUN_DIR once the rollout under way has been trained on. Returns at once.
 
-    Without RUN_DIR, the newest run under ./runs that answers is meant. Asking twice is the same as asking once.
+    Without RUN_DIR, the newest run under ./runs that answers is stopped. Asking twice is the same as asking once. To
+    end a run without waiting, press Ctrl-C where it runs, or send its process SIGTERM.
     """
     run = _find(run_dir, control_token(token_file=token_file, environ=os.environ))
     body = run.ask("POST", "/stop").body

@@ -19,9 +19,9 @@ __all__ = ["doctor_command"]
 @debug_option
 @json_option
 def doctor_command(as_json: bool) -> None:
-    """Look at interpreter, packages, GPUs, memory, disk and plug-ins.
+    """Look at interpreter, packages, SGLang, GPUs, memory, disk and plug-ins.
 
-    Ends with exit code 4 when something is found that keeps training from starting.
+    Status "fail" keeps training from starting, and ends with exit code 4; "warn" may hinder some runs.
     """
     findings = doctor(Registry.discover())
     if as_json:

@@ -101,13 +101,13 @@ class BackendSection(Section):
     fully_async: Annotated[bool, Flag("switch")] = Field(False, description="Refused: training is synchronous.")
     hybrid: Annotated[bool, Flag("switch")] = Field(False, description="Refused: training is synchronous.")
     offload_train: Annotated[bool, Flag("switch")] = Field(
-        False, description="While engines sample, keep the actor's weights and AdamW state in pinned host memory."
+        False, description="While engines sample, move the actor's weights and AdamW state to pinned host memory."
     )
     offload_rollout: Annotated[bool, Flag("switch")] = Field(
-        False, description="While the actor trains, free the engines' memory; a sync needs only their transformer."
+        False, description="While the actor trains, free the engines' device memory; local has nothing to free."
     )
     use_fault_tolerance: Annotated[bool, Flag("switch")] = Field(
-        False, description="Start an engine that died again, with the current weights, instead of ending the run."
+        False, description="Restart an engine that died, with the actor's weights; without it the run ends."
     )
     resource: Annotated[dict[str, tuple[int, int]], Flag("nodes x devices")] = Field(
         {"actor": (1, 1), "rollout": (1, 1)},
@@ -148,17 +148,19 @@ class RolloutSection(Section):
     title: ClassVar[str] = "Rollout and evaluation"
 
     rollout_engine: Annotated[str, Flag("name or package.module:Class", aliases=("--rollout-engine-class-path",))] = (
-        Field("local", description="The engine that samples.")
+        Field("local", description="What samples: local, embedded in the rollout role, or sglang, a server of its own.")
     )
     rollout_engine_dtype: Annotated[Dtype, Flag("dtype")] = Field(
         "bf16", description="Dtype in which the engine holds its model."
     )
-    rollout_num_gpus_per_engine: Annotated[int, Flag("devices")] = Field(1, description="Devices of one engine.")
-    rollout_candidates_per_request: Annotated[int | None, Flag("images", unset="sglang 1, local a group")] = Field(
-        None, ge=1, description="Candidates sampled together; above 1, their rounding depends on their number."
+    rollout_num_gpus_per_engine: Annotated[int, Flag("devices")] = Field(
+        1, description="Devices that one engine spreads over; the actor's must be divisible by it."
+    )
+    rollout_candidates_per_request: Annotated[int | None, Flag("images", unset="1 with sglang")] = Field(
+        None, ge=1, description="Candidates of one request to a server; above 1, rounding depends on their number."
     )
     rollout_engine_args: Annotated[str | None, Flag("arguments")] = Field(
-        None, description="Further arguments of the engine's own server, as on a command line."
+        None, description="Further arguments for the engine's server, e.g. '--attention-backend torch_sdpa'."
     )
     prompt_data: Annotated[Path | None, Flag("path")] = Field(
         None, description="Training prompts: JSONL, or text with one prompt per line."
@@ -351,13 +353,15 @@ class WeightSyncSection(Section):
     title: ClassVar[str] = "Weight sync"
     prefix: ClassVar[str] = "weight-sync-"
 
-    mode: Annotated[Literal["full", "adapter"] | None, Flag("mode", unset="adapter with --lora-adapter-mode")] = Field(
-        None, description="Derived; a contradicting value is refused."
-    )
+    mode: Annotated[
+        Literal["full", "adapter"] | None, Flag("mode", unset="adapter with --lora-adapter-mode, else full")
+    ] = Field(None, description="Follows from --lora-adapter-mode; a contradicting value is refused.")
     wire_dtype: Annotated[Dtype, Flag("dtype")] = Field(
         "bf16", description="Dtype on the wire; must equal --fsdp-param-dtype."
     )
-    bucket_size_mb: Annotated[int, Flag("MB")] = Field(512, ge=1, description="Size of one transfer.")
+    bucket_size_mb: Annotated[int, Flag("MiB")] = Field(
+        512, ge=1, description="Size of a bucket; each rank sends through two, in its device's memory."
+    )
 
 
 class ControlSection(Section):
@@ -366,14 +370,14 @@ class ControlSection(Section):
     title: ClassVar[str] = "Controller"
 
     control: Annotated[bool, Flag("switch")] = Field(
-        True, description="Answer relax-sdk status and relax-sdk stop over HTTP while the run lasts."
+        True, description="Answer relax-sdk status and relax-sdk stop, over HTTP, while the run lasts."
     )
     control_host: Annotated[str, Flag("address")] = Field(
-        "127.0.0.1", min_length=1, description="Address to listen on; beyond loopback a token is required."
+        "127.0.0.1", min_length=1, description="Address to listen on; one that other machines reach requires a token."
     )
     control_port: Annotated[int, Flag("port")] = Field(
         0, ge=0, le=65535, description="Port to listen on; 0 for a free one."
     )
     control_token_file: Annotated[Path | None, Flag("path", unset="RELAX_CONTROL_TOKEN, or no token")] = Field(
-        None, description="File that holds the token which requests must carry."
+        None, description="File with the token that requests must carry: 16 characters or more."
     )

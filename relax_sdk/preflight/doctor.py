@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
+import json
 import math
 import os
 import platform
@@ -19,10 +21,16 @@ from relax_sdk.registry import Registry
 __all__ = ["Finding", "doctor"]
 
 _NVIDIA_SMI_TIMEOUT_S = 10
+_ENGINE_CHECK_TIMEOUT_S = 60
 _GIB = 2**30
 _MIN_DISK_GIB = 10
 _MIN_SHM_GIB = 1
 _REQUIRED = {"torch": (2, 11), "ray": (2, 49), "TransferQueue": (0, 1, 11), "peft": (0, 18), "safetensors": (0, 4, 5)}
+_SGLANG_INSTALL = 'pip install "relax-sdk[sglang]"'
+_ENGINE_CHECK = (
+    "import json; from relax_sdk.registry import Registry; "
+    "print(json.dumps(Registry().engine('sglang').preflight_problems()))"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +46,7 @@ class Finding:
 def doctor(
     registry: Registry, *, environ: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> list[Finding]:
-    """Look at interpreter, packages, GPUs, memory, disk and plug-ins. Takes seconds at most; never raises.
+    """Look at interpreter, packages, SGLang, GPUs, memory, disk and plug-ins. Takes seconds; never raises.
 
     Args:
         registry: the plug-ins; every one is loaded, guarded.
@@ -46,7 +54,7 @@ def doctor(
         folder: where runs would be written; the current folder when None.
     """
     variables = os.environ if environ is None else environ
-    findings = [_python(), *_packages(), _gpus(), _cores(), _disk(folder or Path.cwd()), _shared_memory()]
+    findings = [_python(), *_packages(), _sglang(), _gpus(), _cores(), _disk(folder or Path.cwd()), _shared_memory()]
     return [*findings, *_variables(variables), *_plugins(registry)]
 
 
@@ -68,6 +76,36 @@ def _packages() -> Iterator[Finding]:
             continue
         fine = _numbers(version) >= least
         yield Finding(name, "ok" if fine else "fail", version, "" if fine else f"pip install '{name}>={wanted}'")
+
+
+def _sglang() -> Finding:
+    """Whether the installed SGLang fits its engine; training with another engine starts without it.
+
+    The engine's check reads SGLang's source, but lies in a room that loads torch; hence a process of its own.
+    """
+    name = "sglang"
+    if importlib.util.find_spec(name) is None:
+        return Finding(name, "ok", "not installed; only --rollout-engine sglang needs it", _SGLANG_INSTALL)
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        version = "of unknown version"
+    advice = "relax-sdk preflight --rollout-engine sglang"
+    command = [sys.executable, "-P", "-c", _ENGINE_CHECK]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ENGINE_CHECK_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding(name, "warn", f"{version}, not read within {_ENGINE_CHECK_TIMEOUT_S} s", advice)
+    except OSError as error:
+        return Finding(name, "warn", f"{version}, not checked: {error.strerror}", advice)
+    if done.returncode != 0:
+        reason = (done.stdout + done.stderr).strip().splitlines()
+        return Finding(name, "warn", f"{version}, not checked: {reason[-1] if reason else 'no answer'}", advice)
+    problems: list[str] = json.loads(done.stdout.splitlines()[-1])
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        return Finding(name, "warn", f"{version} does not fit its engine: {problems[0]}{more}", _SGLANG_INSTALL)
+    return Finding(name, "ok", f"{version}, fits --rollout-engine sglang")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ HEAVY = {
     "numpy",
     "safetensors",
 }
-PLUGIN_SURFACE = {"relax_sdk", "relax_sdk.protocols", "relax_sdk.flow", "relax_sdk.errors"}
+PLUGIN_SURFACE = {"relax_sdk", "relax_sdk.protocols", "relax_sdk.flow", "relax_sdk.weights", "relax_sdk.errors"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,7 +87,7 @@ def test_every_public_name_of_the_package_can_be_imported() -> None:
 
 def test_every_protocol_is_exported() -> None:
     protocols = importlib.import_module("relax_sdk.protocols")
-    for part in ("adapter", "engine", "records", "reward", "sampling", "tensors", "weight_sync"):
+    for part in ("adapter", "engine", "records", "reward", "sampling", "tensors", "transport", "weight_sync"):
         module = importlib.import_module(f"relax_sdk.protocols.{part}")
         assert set(module.__all__) - set(protocols.__all__) - {"SAMPLE_ID_MODES", "dtype_name"} == set(), part
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import TIMEOUT_S, Run, command, environment, processes_of
+from runs import Run, Running, processes_named, processes_of
 
 Train = Callable[..., Run]
 
@@ -32,23 +31,48 @@ def test_a_reward_that_cannot_train(train: Train, mark: str, scorer: str, expect
 
 def test_ctrl_c_during_a_rollout(tmp_path: Path, mark: str) -> None:
     """As a terminal does it: the signal goes to every process of the foreground group."""
-    run_dir = tmp_path / "run"
-    with (tmp_path / "stderr").open("wb") as stderr:
-        process = subprocess.Popen(
-            command("--run-dir", str(run_dir), "--num-rollout", "1000"),
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            env=environment(mark),
-            start_new_session=True,
-        )
-        deadline = time.monotonic() + TIMEOUT_S
-        while b"rollout    2/1000" not in (tmp_path / "stderr").read_bytes():
-            assert process.poll() is None, (tmp_path / "stderr").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=60) == 130
-    text = (tmp_path / "stderr").read_text()
-    assert "Traceback" not in text, text
+    with Running(tmp_path / "run", mark, "--num-rollout", "1000") as running:
+        running.wait_for("rollout    2/1000")
+        os.killpg(running.process.pid, signal.SIGINT)
+        run = running.wait(limit_s=60)
+    assert run.code == 130
+    assert "Traceback" not in run.stderr, run.stderr
     assert processes_of(mark) == []
-    assert list(run_dir.rglob("*.tmp")) == []
+    assert list(run.run_dir.rglob("*.tmp")) == []
+
+
+def test_a_request_to_terminate_ends_the_run_like_ctrl_c(tmp_path: Path, mark: str) -> None:
+    with Running(tmp_path / "run", mark, "--num-rollout", "1000") as running:
+        running.wait_for("rollout    1/1000")
+        running.process.terminate()
+        run = running.wait(limit_s=60)
+    assert run.code == 128 + signal.SIGTERM
+    assert "SIGTERM received" not in run.stderr, run.stderr
+    assert processes_of(mark) == []
+
+
+@pytest.mark.parametrize(
+    ("role", "said"),
+    [("ray::ActorRole", "actor rank 0 died during"), ("ray::RolloutRole", "rollout engine 0 died during")],
+)
+def test_a_killed_role_ends_the_run_with_one_error(role: str, said: str, tmp_path: Path, mark: str) -> None:
+    with Running(tmp_path / "run", mark, "--num-rollout", "1000") as running:
+        running.wait_for("rollout    1/1000")
+        (pid,) = processes_named(mark, role)
+        os.kill(pid, signal.SIGKILL)
+        run = running.wait(limit_s=60)
+    assert run.code == 1
+    assert said in run.stderr
+    assert run.stderr.count("error:") == 1
+    assert "Traceback" not in run.stderr
+    assert processes_of(mark) == []
+
+
+def test_a_killed_driver_leaves_nothing_behind(tmp_path: Path, mark: str) -> None:
+    with Running(tmp_path / "run", mark, "--num-rollout", "1000") as running:
+        running.wait_for("rollout    1/1000")
+        running.process.kill()
+        deadline = time.monotonic() + 60
+        while processes_of(mark) and time.monotonic() < deadline:
+            time.sleep(0.2)
+    assert processes_of(mark) == []

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from relax_sdk.metrics import read_metrics
@@ -64,6 +65,59 @@ def processes_of(mark: str) -> list[int]:
                 continue  # it ended while we looked
             if carries and state != "Z":
                 found.append(int(folder.name))
+    return found
+
+
+class Running:
+    """A `relax-sdk train` under way, in a process group of its own; ended with the block."""
+
+    def __init__(self, run_dir: Path, mark: str, *arguments: str) -> None:
+        self.run_dir = run_dir
+        self.log = run_dir.with_suffix(".stderr")
+        with self.log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                command("--run-dir", str(run_dir), *arguments),
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env=environment(mark),
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, 9)
+        self.process.wait(timeout=60)
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, text: str) -> None:
+        """Wait until stderr has ``text``."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while text not in self.text():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+
+    def wait(self, *, limit_s: float = TIMEOUT_S) -> Run:
+        """Wait for its end."""
+        code = self.process.wait(timeout=limit_s)
+        return Run(code=code, stdout="", stderr=self.text(), run_dir=self.run_dir)
+
+
+def processes_named(mark: str, *words: str) -> list[int]:
+    """Processes of a run whose title or command line holds one of ``words``."""
+    found = []
+    for pid in processes_of(mark):
+        try:
+            title = (Path("/proc") / str(pid) / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if any(word in title for word in words):
+            found.append(pid)
     return found
 
 

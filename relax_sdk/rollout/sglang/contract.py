@@ -247,6 +247,7 @@ _COMMAND_LINE: Mapping[str, tuple[Expectation, ...]] = {
             "ServerArgs.add_cli_args",
             flags=(
                 *("--model-path", "--backend", "--model-id", "--host", "--port", "--scheduler-port", "--master-port"),
+                "--sleep-on-idle",
                 *("--warmup-mode", "--num-gpus", "--tp-size", "--attention-backend"),
             ),
         ),

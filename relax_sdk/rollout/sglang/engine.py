@@ -222,6 +222,8 @@ class SGLangNativeGenerationEngine:
         arguments = [
             *("--model-path", settings.model_path, "--model-type", "diffusion", "--backend", "sglang"),
             *("--model-id", self._adapter.sglang_model_id),
+            # Otherwise an idle server spins a core, which the trainer needs while it has its turn.
+            "--sleep-on-idle",
             *("--num-gpus", str(settings.devices), "--tp-size", "1", "--batching-max-size", "1"),
             *("--dit-precision", precision, "--vae-precision", precision),
             *("--text-encoder-precisions", precision),

@@ -68,6 +68,7 @@ def rollout_body(request: RolloutRequest, candidates: slice, *, sampling_params:
                     },
                     "latent_shape": list(request.latent_shape),
                     "sde_type": request.sde_type,
+                    "eta": request.eta,
                     "sigmas": None if request.sigmas is None else list(request.sigmas),
                     "policy_version": plan.policy_version,
                 }

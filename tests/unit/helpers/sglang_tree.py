@@ -174,7 +174,16 @@ TREE = {
         + "".join(
             f'        parser.add_argument("--{flag}", type=str)\n'
             for flag in (
-                *("model-path", "backend", "model-id", "host", "port", "scheduler-port", "master-port"),
+                *(
+                    "model-path",
+                    "backend",
+                    "model-id",
+                    "host",
+                    "port",
+                    "scheduler-port",
+                    "master-port",
+                    "sleep-on-idle",
+                ),
                 *("warmup-mode", "num-gpus", "tp-size", "attention-backend"),
             )
         )

@@ -1,4 +1,4 @@
-"""Presets resolve against the real schema through the real registry, and say what the verified recipes say."""
+"""Presets resolve against the real schema through the real registry, and say what the published recipes say."""
 
 from __future__ import annotations
 
@@ -71,6 +71,8 @@ def test_tiny_is_bundled_and_in_float32(registry):
     assert config.rollout.eval_prompt_data[1].name == "eval.jsonl"
     assert config.reward.model_path.endswith("relax_pickscore/assets/tiny")
     assert {config.fsdp.param_dtype, config.fsdp.master_dtype, config.rollout.rollout_engine_dtype} == {"fp32"}
+    # It runs wherever the project is installed, so it may need no further package.
+    assert (config.rollout.rollout_engine, config.backend.offload_rollout) == ("local", False)
 
 
 def test_the_bundled_pickscore_is_for_the_bundled_model_alone(registry, tmp_path):
@@ -84,11 +86,34 @@ def test_the_bundled_pickscore_is_for_the_bundled_model_alone(registry, tmp_path
     assert check(_resolved(registry, "tiny"), registry, environ={}) == []
 
 
-def test_lora_is_the_verified_recipe(registry):
+@pytest.mark.parametrize("name", ["lora", "full"])
+def test_the_eight_gpu_presets_break_no_rule(registry, name, tmp_path):
+    """With the user's files in place, nothing but a missing SGLang can be in the way."""
+    tiny = _resolved(registry, "tiny")
+    files = {
+        "model.model_path": tiny.model.model_path,
+        "reward.model_path": tiny.reward.model_path,
+        "rollout.prompt_data": tiny.rollout.prompt_data,
+        "run.run_dir": tmp_path / "new",
+    }
+    values = {"run.plugin": "qwen_image", "run.preset": name, **files}
+    config = resolve(values, registry=registry, environ={})
+    violations: tuple[str, ...] = ()
+    try:
+        check(config, registry, environ={})
+    except PreflightError as error:
+        violations = tuple(error.violations)
+    assert [text for text in violations if not text.startswith("--rollout-engine is 'sglang'")] == []
+    assert registry.engine(config.rollout.rollout_engine).missing_from(QwenImageAdapter()) == []
+
+
+def test_lora_is_the_published_recipe(registry):
     config = _resolved(registry, "lora")
     rollout, sampling = config.rollout, config.sampling.sampling_config
     assert config.backend.resource == {"actor": (1, 8), "rollout": (1, 8)}
-    assert config.backend.colocate
+    assert (config.backend.colocate, config.backend.offload_train, config.backend.offload_rollout) == (True,) * 3
+    assert not config.backend.use_fault_tolerance
+    assert (rollout.rollout_engine, rollout.rollout_num_gpus_per_engine) == ("sglang", 1)
     assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, rollout.global_batch_size) == (32, 8, 256)
     assert (rollout.micro_batch_size, rollout.eval_interval, rollout.n_samples_per_eval_prompt) == (1, 10, 2)
     assert (sampling.height, sampling.width, sampling.num_inference_steps, sampling.eta) == (384, 384, 12, 0.7)
@@ -109,6 +134,11 @@ def test_lora_is_the_verified_recipe(registry):
 def test_full_differs_from_lora_where_the_reference_says_so(registry):
     config = _resolved(registry, "full")
     rollout, optimizer = config.rollout, config.optimizer
+    assert (rollout.rollout_engine, config.backend.offload_train, config.backend.offload_rollout) == (
+        "sglang",
+        True,
+        True,
+    )
     assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, rollout.global_batch_size) == (8, 8, 64)
     assert rollout.micro_batch_size == 2
     assert config.sampling.sampling_config.sde_indices == (1, 3, 5)

@@ -76,6 +76,7 @@ def test_the_recipe_comes_out_of_json_as_the_driver_planned_it() -> None:
         denoise_seeds={step: tuple(seeds[step] for seeds in plan.denoise_seeds) for step in (1, 3)},
         latent_shape=request.latent_shape,
         sde_type="sde",
+        eta=request.eta,
         sigmas=request.sigmas,
         policy_version=5,
     )

@@ -37,6 +37,7 @@ def values(**changes: Any) -> dict[str, Any]:
         "denoise_seeds": {str(step): list(seeds) for step, seeds in STEP_SEEDS.items()},
         "latent_shape": [CHANNELS, 2, 3],
         "sde_type": "sde",
+        "eta": 0.7,
         "sigmas": list(SIGMAS),
         "policy_version": 4,
     }
@@ -60,7 +61,7 @@ def batch_of(recipe: dict[str, Any] | None, **changes: Any) -> Any:
 def test_a_recipe_is_read_from_a_request_once() -> None:
     batch = batch_of(values())
     recipe = recipe_of(batch)
-    assert recipe == Recipe(SEEDS, STEP_SEEDS, (CHANNELS, 2, 3), "sde", SIGMAS, 4)
+    assert recipe == Recipe(SEEDS, STEP_SEEDS, (CHANNELS, 2, 3), "sde", 0.7, SIGMAS, 4)
     batch.extra["diffusers_kwargs"] = None
     assert recipe_of(batch) is recipe
 
@@ -81,7 +82,7 @@ def test_a_missing_value_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"eta": 0.7}, "recipe has .*'eta'"),
+        ({"colour": 0.7}, "recipe has .*'colour'"),
         ({"denoise_seeds": {"1": [101, 102, 103], "2": [201]}}, r"3 start seeds, and another number .* steps \[2\]"),
         ({"initial_noise_seeds": [], "denoise_seeds": {}}, "0 start seeds"),
         ({"sde_type": "ddim"}, "'ddim'"),
@@ -330,6 +331,17 @@ def test_every_other_step_is_stock_and_remembers_where_it_is(recipe: dict[str, A
     assert (seen["sample"] is x, seen["model_output"] is v, seen["step_index"]) == (True, True, index)
     assert controller._relax_step == index  # type: ignore[attr-defined]
     assert controller.sums == []
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [{"noise_level": 0.5}, {"sde_type": "cps"}, {"sde_step_indices": None}, {"sde_step_indices": [1]}],
+    ids=["noise level", "transition", "no steps", "other steps"],
+)
+def test_an_argument_that_was_lost_on_the_way_is_refused(lost: dict[str, Any]) -> None:
+    x = torch.zeros(3, TOKENS, CHANNELS)
+    with pytest.raises(ValueError, match=r"the recipe says 'sde', 0\.7 and \[1, 2\]"):
+        step(hooked(controller_for(3, **lost)), values(), 3, x, x)
 
 
 @pytest.mark.parametrize("switch", ["debug_mode", "log_prob_no_const"])

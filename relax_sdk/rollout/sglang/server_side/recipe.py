@@ -34,6 +34,7 @@ class Recipe:
         denoise_seeds: step -> K seeds, for the steps with noise.
         latent_shape: in which x_T of one candidate is drawn.
         sde_type: ``"sde"``, ``"dance"`` or ``"cps"``.
+        eta: the noise level.
         sigmas: T + 1 values, or None for SGLang's own schedule.
         policy_version: of the weights that the request is for.
     """
@@ -42,6 +43,7 @@ class Recipe:
     denoise_seeds: Mapping[int, tuple[int, ...]]
     latent_shape: tuple[int, ...]
     sde_type: str
+    eta: float
     sigmas: tuple[float, ...] | None
     policy_version: int
 
@@ -62,6 +64,7 @@ class Recipe:
             },
             latent_shape=tuple(int(size) for size in values["latent_shape"]),
             sde_type=str(values["sde_type"]),
+            eta=float(values["eta"]),
             sigmas=None if values["sigmas"] is None else tuple(float(sigma) for sigma in values["sigmas"]),
             policy_version=int(values["policy_version"]),
         )
@@ -151,6 +154,8 @@ def take_step(
     recipe = recipe_of(batch)
     setattr(controller, _STEP, step_index)
     trained = controller.sde_step_indices is None or step_index in controller.sde_step_indices
+    if recipe is not None:
+        _require_recipe(controller, recipe)
     if recipe is None or recipe.sde_type != "dance" or not trained:
         stock: Tensor = original(
             controller,
@@ -184,6 +189,18 @@ def take_step(
     )
     drawn: Tensor = mean + tau * noise
     return drawn
+
+
+def _require_recipe(controller: Any, recipe: Recipe) -> None:
+    """Refuse to sample otherwise than the driver said: an argument lost on the way would bias every log-probability."""
+    stock = "cps" if recipe.sde_type == "cps" else "sde"
+    steps = sorted(recipe.denoise_seeds)
+    found = (controller.sde_type, float(controller.noise_level), sorted(controller.sde_step_indices or ()))
+    if controller.sde_step_indices is None or found != (stock, recipe.eta, steps):
+        raise ValueError(
+            f"the sampler has type {found[0]!r}, noise level {found[1]} and SDE steps {controller.sde_step_indices}; "
+            f"the recipe says {stock!r}, {recipe.eta} and {steps}"
+        )
 
 
 def _shard(controller: Any, batch: Any, noise: Tensor, expected: tuple[int, ...]) -> Tensor:
