@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,6 +84,20 @@ def engine_is_installed(situation: Situation) -> Iterator[str]:
         yield f"{situation.given('rollout.rollout_engine')}: {text}"
 
 
+def engine_takes_arguments(situation: Situation) -> Iterator[str]:
+    """Arguments for a server that the engine does not have would be lost in silence."""
+    arguments, given = situation.config.rollout.rollout_engine_args, situation.given("rollout.rollout_engine_args")
+    if arguments is None:
+        return
+    try:
+        shlex.split(arguments)
+    except ValueError as error:
+        yield f"{given}: it cannot be split into arguments ({error})"
+        return
+    if not situation.engine.takes_arguments:
+        yield f"{given}: the engine {situation.engine.name!r} has no server of its own; leave it out"
+
+
 def revision_selects_nothing(situation: Situation) -> Iterator[str]:
     """A folder has no revisions."""
     model = situation.config.model
@@ -99,5 +114,6 @@ RULES: tuple[Rule, ...] = (
     model_folder_is_complete,
     adapter_serves_the_engine,
     engine_is_installed,
+    engine_takes_arguments,
 )
 WARNINGS: tuple[Rule, ...] = (revision_selects_nothing,)

@@ -31,6 +31,7 @@ def relax_register_engines(register: Callable[[EngineSpec], None]) -> None:
             engine="relax_sdk.rollout.sglang.engine:SGLangNativeGenerationEngine",
             adapter_protocol="relax_sdk.protocols:SGLangModelAdapter",
             preflight="relax_sdk.rollout.sglang.contract:preflight_problems",
+            takes_arguments=True,
             description="Stock SGLang as a server of its own per engine; weights arrive in its device memory.",
         )
     )

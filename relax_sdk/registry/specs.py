@@ -227,6 +227,7 @@ class EngineSpec(Spec):
             this machine, e.g. a package; called before anything starts.
         driver_sigmas_only: whether it cannot compute a schedule of its own.
         max_devices: how many devices one engine can use; None for any number.
+        takes_arguments: whether ``--rollout-engine-args`` reaches a server of its own.
     """
 
     kind: ClassVar[str] = "rollout engine"
@@ -239,6 +240,7 @@ class EngineSpec(Spec):
     preflight: ImportString | None = None
     driver_sigmas_only: bool = False
     max_devices: int | None = Field(None, ge=1)
+    takes_arguments: bool = False
 
     def load(self) -> type[RolloutEngine]:
         """The engine class; see `Spec.load`."""

@@ -118,11 +118,40 @@ class LocalEngine:
         ]
 
     def _generate_group(self, request: RolloutRequest, condition: dict[str, Tensor], cut: bool) -> RolloutResponse:
-        plan, steps = request.plan, request.num_inference_steps
+        plan = request.plan
         assert request.sigmas is not None
         sigmas = torch.tensor(request.sigmas, device=self._device)
         count = len(plan.sample_ids)
-        noise = seeded_noise(plan.initial_noise_seeds, request.latent_shape, device=self._device)
+        together = self._settings.candidates_per_request or count
+        parts = [
+            self._sample(request, condition, sigmas, slice(start, min(start + together, count)))
+            for start in range(0, count, together)
+        ]
+        latents, log_probs, pixels = (torch.cat(items).cpu() for items in zip(*parts, strict=True))
+        return RolloutResponse(
+            trajectory_latents=latents,
+            sigmas=sigmas.cpu(),
+            timesteps=(sigmas[:-1] * 1000).cpu(),
+            rollout_log_probs=log_probs,
+            sde_indices=plan.sde_indices,
+            conditions={name: value.cpu() for name, value in condition.items()},
+            media={"image": pixels},
+            height=request.height,
+            width=request.width,
+            policy_version=self.policy_version,
+            engine="local",
+            truncated_prompts=int(cut),
+        )
+
+    def _sample(
+        self, request: RolloutRequest, condition: dict[str, Tensor], sigmas: Tensor, candidates: slice
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Some candidates of a group in one batch: latents [K, T+1, N, C], log-probabilities [K, T], pixels."""
+        plan, steps = request.plan, request.num_inference_steps
+        assert request.sigmas is not None
+        seeds_of_part = plan.denoise_seeds[candidates]
+        count = len(seeds_of_part)
+        noise = seeded_noise(plan.initial_noise_seeds[candidates], request.latent_shape, device=self._device)
         latents = self._adapter.pack_initial_noise(noise).float()
         trained = frozenset(plan.sde_indices)
         states, log_probs = [latents], []
@@ -137,7 +166,7 @@ class LocalEngine:
             )
             velocity = self._adapter.replay_transition(self._model.transformer, batch)
             if step in trained:
-                drawn = seeded_noise([seeds[step] for seeds in plan.denoise_seeds], latents.shape[1:])
+                drawn = seeded_noise([seeds[step] for seeds in seeds_of_part], latents.shape[1:])
                 latents, log_prob = sde_step(
                     latents,
                     velocity,
@@ -154,20 +183,7 @@ class LocalEngine:
             states.append(latents)
             log_probs.append(log_prob)
         pixels = self._model.decode_latents(latents, height=request.height, width=request.width)
-        return RolloutResponse(
-            trajectory_latents=torch.stack(states, dim=1).cpu(),
-            sigmas=sigmas.cpu(),
-            timesteps=(sigmas[:-1] * 1000).cpu(),
-            rollout_log_probs=torch.stack(log_probs, dim=1).cpu(),
-            sde_indices=plan.sde_indices,
-            conditions={name: value.cpu() for name, value in condition.items()},
-            media={"image": pixels.cpu()},
-            height=request.height,
-            width=request.width,
-            policy_version=self.policy_version,
-            engine="local",
-            truncated_prompts=int(cut),
-        )
+        return torch.stack(states, dim=1), torch.stack(log_probs, dim=1), pixels
 
     def begin_sync(self, offer: SyncOffer) -> None:
         """Check names, shapes and modes, and open the buffer; a LoRA sync wraps the layers the first time.

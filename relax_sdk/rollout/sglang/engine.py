@@ -31,7 +31,10 @@ _OWN_ARGUMENTS = frozenset(
         *("dit-cpu-offload", "text-encoder-cpu-offload", "vae-cpu-offload"),
     )
 )
-_ADAPTER_NEEDS = ("sglang_model_id", "sglang_sampling_params", "conditions_from_sglang", "pack_initial_noise")
+_ADAPTER_NEEDS = (
+    *("sglang_model_id", "sglang_sampling_params", "sglang_text_was_cut"),
+    *("conditions_from_sglang", "pack_initial_noise"),
+)
 
 
 class SGLangNativeGenerationEngine:
@@ -213,6 +216,11 @@ class SGLangNativeGenerationEngine:
                 gone = self._server.wait_problem(limit_s=2.0)
                 if gone is None:
                     gone = f"{error}; the server still runs and does not answer; its last lines:\n{self._server.tail()}"
+            except RolloutError:
+                # Perhaps the answer of a server whose worker has ended.
+                gone = self._server.problem()
+                if gone is None:
+                    raise
         self._invalid, self._gone = "the SGLang server is gone", gone
         raise RolloutError(gone, where="engine 'sglang'")
 

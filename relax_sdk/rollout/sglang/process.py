@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ from relax_sdk.rollout.sglang.session import LIFELINE_VARIABLE, OWNER_VARIABLE, 
 
 __all__ = ["ServerProcess", "free_ports", "leftover_servers"]
 
+_LOG = logging.getLogger(__name__)
 _PROC = Path("/proc")
 _POLL_S = 0.25
 _TERM_GRACE_S = 5.0
@@ -107,6 +109,7 @@ class ServerProcess:
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
+        self._worker_processes: dict[int, str] = {}
         self._log_start = 0
         self.log = folder / "server.log"
 
@@ -167,7 +170,12 @@ class ServerProcess:
             return "the SGLang server is not running"
         code = self._process.poll()
         if code is None:
-            return None
+            # The HTTP side outlives a worker that was killed, and answers that it is gone.
+            lost = [rank for rank, owner in self._worker_processes.items() if not _alive(owner)]
+            if not lost:
+                return None
+            names = ", ".join(f"worker {rank}" for rank in lost)
+            return f"{names} of the SGLang server ended; its last lines ({self.log}):\n{self.tail()}"
         how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
         return f"the SGLang server ended with {how}; its last lines ({self.log}):\n{self.tail()}"
 
@@ -191,6 +199,7 @@ class ServerProcess:
     def stop(self) -> None:
         """End the whole process group and wait for it. Safe to call twice."""
         process, self._process = self._process, None
+        self._worker_processes = {}
         if process is not None:
             self._end_group(process)
         if self._lifeline is not None:
@@ -204,10 +213,11 @@ class ServerProcess:
                 os.killpg(process.pid, number)
             deadline = time.monotonic() + wait_s
             while time.monotonic() < deadline:
-                process.poll()
                 if not _group_exists(process.pid):
+                    process.wait(timeout=_TERM_GRACE_S)
                     return
                 time.sleep(0.05)
+        _LOG.warning("processes of group %d are still there after SIGKILL", process.pid)
 
     def _wait_healthy(self, client: SGLangClient, limit_s: float, progress: Callable[[str], None] | None) -> None:
         started = time.monotonic()
@@ -233,6 +243,8 @@ class ServerProcess:
                 continue
             missing = sorted(set(self._required) - set(report["hooks"]))
             problems += [f"worker {rank} did not apply {target}" for target in missing]
+            pid = int(report["pid"])
+            self._worker_processes[rank] = f"{pid}:{_start_time(pid)}"
         if problems:
             raise RolloutError(
                 "the SGLang server runs without what training relies on:\n"
@@ -251,10 +263,13 @@ class ServerProcess:
 
 
 def _group_exists(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    """Whether a process of the group has not ended; a zombie, which nobody may ever wait for, has."""
+    for folder in _PROC.iterdir():
+        if folder.name.isdigit():
+            try:
+                state, _parent, its_group, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it ended meanwhile
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False

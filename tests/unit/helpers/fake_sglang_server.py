@@ -121,7 +121,12 @@ def main() -> None:
         os.kill(os.getpid(), orders["signal"])
     for rank, hooks in enumerate(orders.get("hooks", [])):
         if hooks is not None:
-            report = {"hooks": hooks, "argv": sys.argv[1:], "owner": os.environ["RELAX_SGLANG_OWNER"]}
+            report = {
+                "pid": os.getpid(),
+                "hooks": hooks,
+                "argv": sys.argv[1:],
+                "owner": os.environ["RELAX_SGLANG_OWNER"],
+            }
             (folder / f"worker-{rank}.json").write_text(json.dumps(report))
     port = int(sys.argv[sys.argv.index("--port") + 1])
     server = _server(port, {"/health": answer("ok"), **orders.get("answers", {})})

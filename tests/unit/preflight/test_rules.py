@@ -99,6 +99,11 @@ BROKEN = [
         "'local' uses at most 1",
     ),
     ({SDE: {"sde_indices": [1], "driver_sigmas": False}, "rollout.rollout_engine": EMBEDDED}, "has no other schedule"),
+    ({"rollout.rollout_engine_args": "--attention-backend fa"}, "'local' has no server of its own"),
+    (
+        {"rollout.rollout_engine_args": '"--port', "rollout.rollout_engine": "some.module:Engine"},
+        "cannot be split into arguments",
+    ),
     ({"backend.resource": {"actor": [1, 4], "rollout": [1, 2]}}, "must be the rollout's 2"),
     ({"reward.required_components": ["sweet"], "reward.component_weights": {"sour": 1}}, "'sweet' has no weight"),
     ({"reward.component_weights": {"sweet": 1, "sour": 1, "sower": 1}}, "did you mean 'sour'"),

@@ -129,6 +129,14 @@ def test_group_mates_in_one_request_change_no_bit() -> None:
         assert torch.equal(alone.rollout_log_probs, response.rollout_log_probs)
 
 
+def test_sampled_one_by_one_a_candidate_does_not_see_its_group() -> None:
+    (three,) = engine(candidates_per_request=1).generate(requests(("red",)))
+    (whole,) = engine().generate(requests(("red",)))
+    torch.testing.assert_close(three.trajectory_latents, whole.trajectory_latents)
+    assert three.media["image"].shape == whole.media["image"].shape
+    assert (three.rollout_log_probs != 0).equal(whole.rollout_log_probs != 0)
+
+
 def test_candidates_of_a_group_differ() -> None:
     (response,) = engine().generate(requests(("red",)))
     assert not torch.equal(response.trajectory_latents[0], response.trajectory_latents[1])

@@ -260,6 +260,7 @@ def sampling(version: int = 0, **changes: Any) -> Any:
         "denoise_seeds": {},
         "latent_shape": [1],
         "sde_type": "sde",
+        "eta": 0.7,
         "sigmas": None,
         "policy_version": version,
     }
