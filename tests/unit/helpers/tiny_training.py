@@ -190,18 +190,30 @@ def reference_cells(model: nn.Module, group: TrainGroup) -> Tensor:
 # --- what the ranks of a two-process test run -------------------------------------------------------------------------
 
 
+def _join(rank: int, folder: str, world: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=20))
+
+
+def four_rank_entry(rank: int, folder: str) -> None:
+    """One update with all weights and one with LoRA, to ``<folder>/rank<rank>.pt``."""
+    _join(rank, folder, 4)
+    results = {mode: rank_update(mode, candidates=4) for mode in ("full", "lora")}
+    torch.save(results, Path(folder) / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
 def two_rank_entry(rank: int, folder: str) -> None:
     """Run every scenario on this rank and write what came of it to ``<folder>/rank<rank>.pt``."""
     from offload_ranks import offload_scenarios
 
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20))
+    _join(rank, folder, 2)
     results = {
-        "full": two_rank_update("full", candidates=4),
-        "lora": two_rank_update("lora", candidates=4),
-        "redundant": two_rank_update("full", candidates=3),
-        "uncentred": two_rank_update("full", candidates=4, shift=2.0),
+        "full": rank_update("full", candidates=4),
+        "lora": rank_update("lora", candidates=4),
+        "redundant": rank_update("full", candidates=3),
+        "uncentred": rank_update("full", candidates=4, shift=2.0),
         **offload_scenarios(),
         "misaligned": misaligned_error(rank),
         # Last: ranks that part ways here have no common collective afterwards.
@@ -216,7 +228,7 @@ def shifted(groups: list[TrainGroup], shift: float) -> list[TrainGroup]:
     return [dataclasses.replace(group, advantages=group.advantages + shift) for group in groups]
 
 
-def two_rank_update(mode: str, *, candidates: int, shift: float = 0.0) -> dict[str, Any]:
+def rank_update(mode: str, *, candidates: int, shift: float = 0.0) -> dict[str, Any]:
     adapter = TinyAdapter()
     made = make_trainer(adapter, mode=mode, micro=1, updates=2)
     with captured_gradients(made.module) as gradients:

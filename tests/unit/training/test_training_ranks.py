@@ -33,6 +33,20 @@ def test_two_ranks_train_like_one(two_ranks: list[dict[str, Any]], scenario: str
 
 
 @pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_four_ranks_train_like_one(four_ranks: list[dict[str, Any]], mode: str) -> None:
+    one = make_trainer(mode=mode, micro=1, updates=2)
+    metrics = one.update(tiny_groups(4, 4)).metrics
+    for results in four_ranks:
+        assert results[mode]["replayed"] == 4 * 4 * 2 // 4
+        assert results[mode]["metrics"]["train/first_update_ratio_max_deviation"] == 0.0
+        assert results[mode]["metrics"]["train/grad_norm"] == pytest.approx(metrics["train/grad_norm"], rel=1e-4)
+        for name, tensor in weights(one.module).items():
+            gap = (results[mode]["weights"][name] - tensor).norm() / tensor.norm().clamp_min(1e-3)
+            assert gap.item() < 1e-4, name
+
+
+@pytest.mark.usefixtures("process_group")
 def test_the_loss_of_two_ranks_is_that_of_one(two_ranks: list[dict[str, Any]]) -> None:
     """Advantages that do not cancel give a loss that can be compared relatively: about -2."""
     one = make_trainer(mode="full", micro=1, updates=2).update(shifted(tiny_groups(4, 4), 2.0)).metrics
