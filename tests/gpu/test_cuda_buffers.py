@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 
 from relax_sdk.errors import WeightSyncError
 from relax_sdk.weights import OpenBuffer, SendBuffer, bytes_checksum
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "helpers"))
 
+from tiny_sync import ask, receiver
+
 MIB = 2**20
 SLOT = 64 * MIB
 ROUNDS = 50
-
-
-@contextlib.contextmanager
-def receiver() -> Iterator[tuple[Connection, Any]]:
-    """A process that opens what it is sent, and the pipe to it."""
-    from tiny_sync import receiver_entry
-
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=receiver_entry, args=(theirs, "cuda"))
-    process.start()
-    theirs.close()
-    try:
-        yield ours, process
-    finally:
-        ours.close()
-        process.kill()
-        process.join(timeout=10)
-
-
-def ask(pipe: Connection, *message: Any) -> Any:
-    pipe.send(message)
-    assert pipe.poll(120), "the receiver did not answer"
-    return pipe.recv()
 
 
 def device() -> torch.device:
@@ -80,7 +53,7 @@ def test_the_checksum_needs_no_memory_to_speak_of() -> None:
 @pytest.mark.gpu(1)
 def test_another_process_reads_what_is_written_and_memory_stays_flat() -> None:
     free: list[tuple[int, int]] = []
-    with receiver() as (pipe, _):
+    with receiver("cuda") as (pipe, _):
         for seed in range(ROUNDS):
             with SendBuffer.open(device(), SLOT) as buffer:
                 assert ask(pipe, "open", [buffer.handle.model_dump_json()]) == "open"
@@ -105,7 +78,7 @@ def test_memory_comes_back_whatever_the_receiver_did() -> None:
             assert torch.cuda.memory_allocated() >= before + 2 * SLOT
     assert torch.cuda.memory_allocated() == before
     for _ in range(2):
-        with receiver() as (pipe, process), SendBuffer.open(device(), SLOT) as buffer:
+        with receiver("cuda") as (pipe, process), SendBuffer.open(device(), SLOT) as buffer:
             ask(pipe, "open", [buffer.handle.model_dump_json()])
             pipe.send(("die",))
             process.join(timeout=60)

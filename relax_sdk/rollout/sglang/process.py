@@ -168,10 +168,11 @@ class ServerProcess:
         """Why the server is gone, with its last lines; None while it runs."""
         if self._process is None:
             return "the SGLang server is not running"
+        # Before the server itself is asked: when both have ended, how the server ended is the better text.
+        lost = [rank for rank, owner in self._worker_processes.items() if not _alive(owner)]
         code = self._process.poll()
         if code is None:
             # The HTTP side outlives a worker that was killed, and answers that it is gone.
-            lost = [rank for rank, owner in self._worker_processes.items() if not _alive(owner)]
             if not lost:
                 return None
             names = ", ".join(f"worker {rank}" for rank in lost)

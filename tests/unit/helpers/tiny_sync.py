@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing as multiprocessing
 from tiny_family import TinyAdapter
 from torch import Tensor
 
@@ -312,6 +314,29 @@ class FakeFleet:
 
 
 # --- a receiver in another process ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def receiver(device: str = "cpu") -> Iterator[tuple[Connection, Any]]:
+    """A receiver process and the pipe to it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=receiver_entry, args=(theirs, device))
+    process.start()
+    theirs.close()
+    try:
+        yield ours, process
+    finally:
+        ours.close()
+        process.kill()
+        process.join(timeout=10)
+
+
+def ask(pipe: Connection, *message: Any) -> Any:
+    """Send a receiver a command and wait for its answer."""
+    pipe.send(message)
+    assert pipe.poll(120), "the receiver did not answer"
+    return pipe.recv()
 
 
 def receiver_entry(pipe: Connection, device: str) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
-from tiny_sync import CPU, receiver_entry, write
+from tiny_sync import CPU, ask, receiver, write
 
 from relax_sdk.errors import WeightSyncError
 from relax_sdk.protocols import BufferHandle
@@ -36,28 +32,6 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
 
 def left(folders: tuple[Path, Path]) -> list[Path]:
     return [path for folder in folders for path in folder.iterdir()]
-
-
-@contextlib.contextmanager
-def receiver() -> Iterator[tuple[Connection, Any]]:
-    """A receiver process and the pipe to it."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=receiver_entry, args=(theirs, "cpu"))
-    process.start()
-    theirs.close()
-    try:
-        yield ours, process
-    finally:
-        ours.close()
-        process.kill()
-        process.join(timeout=10)
-
-
-def ask(pipe: Connection, *message: Any) -> Any:
-    pipe.send(message)
-    assert pipe.poll(60), "the receiver did not answer"
-    return pipe.recv()
 
 
 def test_another_process_reads_what_is_written(folders: tuple[Path, Path]) -> None:
