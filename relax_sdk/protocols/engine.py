@@ -1,7 +1,8 @@
 """What a rollout engine implements: `RolloutEngine`.
 
-One engine object serves one set of devices. Any exception from `release`, `resume` or the sync methods is fatal for
-the run: an engine that is half released or holds half a sync must not sample.
+One engine object serves one set of devices. Any exception from `release`, `resume` or the sync methods ends the run,
+unless `problem` says that the engine is gone and ``--use-fault-tolerance`` starts it again: an engine that is half
+released or holds half a sync must not sample.
 """
 
 from __future__ import annotations

@@ -127,7 +127,11 @@ class ActorRole:
                 for start in range(0, len(taken), candidates)
             ]
         )
-        return dataclasses.replace(report, metrics=report.metrics | self._memory())
+        report = dataclasses.replace(report, metrics=report.metrics | self._memory())
+        if self._device.type == "cuda":
+            # What training needed at its peak is the engines' now: a weight sync has both on the device.
+            torch.cuda.empty_cache()
+        return report
 
     def offload(self) -> None:
         """Give the device memory of weights and optimizer away; see `Trainer.offload`."""

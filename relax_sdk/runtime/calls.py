@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from relax_sdk.errors import RelaxError, RunError
 
@@ -57,4 +57,7 @@ def wait_all(refs: Sequence[Any], *, what: str, names: Sequence[str], timeout_s:
             raise RunError(f"{name_of[done[0]]} died during {what}", where=str(error).splitlines()[0]) from error
         except GetTimeoutError as error:
             raise RunError(f"the result of {what} did not arrive", where=name_of[done[0]]) from error
+        except RayError as error:
+            text = str(error).splitlines()[0]
+            raise RunError(f"{what} failed: {type(error).__name__}: {text}", where=name_of[done[0]]) from error
     return [results[ref] for ref in refs]

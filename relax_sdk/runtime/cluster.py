@@ -88,7 +88,7 @@ def open_cluster(config: RunConfig, registry: Registry, *, on_phase: Callable[[s
         roles = _Roles(config, registry, group, use_gpu=use_gpu)
         # Killed before Ray goes down: a role that is stuck in a collective would otherwise delay it.
         stack.callback(roles.kill)
-        stack.push(lambda kind, *_: roles.stop(timeout_s=20.0 if kind is None else 3.0))
+        stack.push(lambda kind, *_: roles.stop(timeout_s=20.0 if kind is None else 10.0))
         ranks = [roles.create_rank(rank) for rank in range(config.actor_world)]
         roles.devices = wait_all(
             [rank.visible_devices.remote() for rank in ranks],

@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from relax_sdk.errors import RewardError
 from relax_sdk.protocols import RewardBatch, RewardScores, RolloutRequest, RolloutResponse
 from relax_sdk.runtime.calls import engine_names, wait_all
 
 __all__ = ["RolloutFleet"]
+
+_SHUTDOWN_TIMEOUT_S = 10.0
 
 
 class RolloutFleet:
@@ -84,6 +86,8 @@ class RolloutFleet:
                 problem = ray.get(call, timeout=0)
             except RayActorError as error:
                 problem = f"its process died: {str(error).splitlines()[0]}"
+            except RayTaskError as error:
+                problem = f"asked for its state, it failed: {error.cause}"
             except GetTimeoutError:
                 problem = f"it did not answer within {self._timeout_s:.0f} s"
             if problem is not None:
@@ -98,7 +102,9 @@ class RolloutFleet:
         """
         starts, names = [], []
         for index in indices:
-            # The role goes too: it may be stuck in the call that its engine never answered.
+            # The role goes too: it may be stuck in the call that its engine never answered. It ends its server first,
+            # which could be stopped and then would not notice that its owner is gone.
+            ray.wait([self._workers[index].shutdown.remote()], timeout=_SHUTDOWN_TIMEOUT_S)
             ray.kill(self._workers[index])
             self._workers[index] = self._replace(index)
             starts.append(self._workers[index].start.remote())

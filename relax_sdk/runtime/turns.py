@@ -3,7 +3,7 @@
 Sampling and scoring are the engines' turn, with the actor's storage on the host under ``--offload-train``. Training is
 the actor's, with the engines released under ``--offload-rollout``. A weight sync needs both: the actor, and of the
 engines the transformer alone. Without the two flags everything stays resident and the turns cost nothing. A failure to
-hand over is an error of the run: going on would fail for lack of memory many steps later, with no hint of the cause.
+hand over is never passed over: going on would fail for lack of memory many steps later, with no hint of the cause.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ class Turns:
         self._engines: Literal["in", "out", "weights"] = "in"
         self.idle_bytes: int | None = None
 
-    def engines_sample(self) -> None:
-        """The actor leaves, then the engines come back whole."""
+    def actor_leaves(self) -> None:
+        """With ``--offload-train`` the actor gives its device memory away."""
         if self._offload_train and self._actor_in:
             self._actor.offload()
             self._actor_in = False
+
+    def engines_sample(self) -> None:
+        """The actor leaves, then the engines come back whole."""
+        self.actor_leaves()
         if self._engines != "in":
             self._fleet.resume(weights_only=False)
             self._engines = "in"

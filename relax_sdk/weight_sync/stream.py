@@ -45,6 +45,8 @@ from relax_sdk.weights import SendBuffer, bytes_checksum, combine_checksums
 
 __all__ = ["StreamedSync"]
 
+_ABORTED, _NOT_BEGUN = "aborted", "not begun"
+
 _T = TypeVar("_T")
 
 
@@ -130,6 +132,7 @@ class _RankSync:
         self._sent: list[str] = []
         self._waiting: dict[int, Callable[[], Any]] = {}
         self._manifest: FullWeightManifest | None = None
+        self._begun = False
 
     def open(
         self, stack: contextlib.ExitStack, device: torch.device, dtype: str, bucket_bytes: int
@@ -158,6 +161,7 @@ class _RankSync:
                 buffers=tuple(handles),
                 adapter=adapter,
             )
+            self._begun = True
             self._link.submit("begin_sync", offer)()
 
         self._attempt(begin)
@@ -226,8 +230,11 @@ class _RankSync:
     def abort(self, failed: _Failed) -> None:
         """Tell the engine to drop the sync, hear what came of that elsewhere, and raise."""
         answer: str | None = None
-        if self._link.is_leader:
-            answer = "aborted"
+        if self._link.is_leader and not self._begun:
+            # An abort would take back the sync before this one.
+            answer = _NOT_BEGUN
+        elif self._link.is_leader:
+            answer = _ABORTED
             try:
                 self._link.submit("abort_sync")()
             except Exception as error:  # noqa: BLE001 - reported in the error raised below
@@ -249,7 +256,7 @@ class _RankSync:
             # The first cause is told above.
             own = [problem.text for problem in problems if problem.engine == engine and problem is not first]
             outcomes.append(f"{engine}: {'; '.join([*own[:1], answer])}")
-        bad = any(answer != "aborted" for _, answer in answers)
+        bad = any(answer not in (_ABORTED, _NOT_BEGUN) for _, answer in answers)
         return WeightSyncError(
             f"weight sync to version {self._version} failed at {first.engine}: {first.text}",
             where="\n            ".join(outcomes) or None,

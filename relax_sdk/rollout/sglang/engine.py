@@ -20,7 +20,8 @@ from relax_sdk.rollout.sglang.process import ServerProcess, leftover_servers
 
 __all__ = ["SGLangNativeGenerationEngine"]
 
-_START_LIMIT_S = 1800.0
+# Below the driver's own limit of 1,800 s, so that the server's last lines are in the error.
+_START_LIMIT_S = 1500.0
 _LEFTOVER_GRACE_S = 10.0
 _OWN_ARGUMENTS = frozenset(
     f"--{name}"
@@ -67,7 +68,8 @@ class SGLangNativeGenerationEngine:
         self._invalid: str | None = "the engine was not started"
         self._server: ServerProcess | None = None
         self._client: SGLangClient | None = None
-        self._undo: int | None = None
+        # Whether the server knows of a sync that an abort would drop, or take back once it is committed.
+        self._begun = False
         self._gone: str | None = None
 
     def start(self) -> None:
@@ -98,7 +100,7 @@ class SGLangNativeGenerationEngine:
             timeout_s=self._settings.timeout_s,
         )
         self._client = self._server.start(limit_s=_START_LIMIT_S, progress=self._progress)
-        self.policy_version, self._invalid, self._undo, self._gone = 0, None, None, None
+        self.policy_version, self._invalid, self._begun, self._gone = 0, None, False, None
 
     def shutdown(self) -> None:
         """Stop the server and everything it started. Safe to call twice."""
@@ -138,12 +140,13 @@ class SGLangNativeGenerationEngine:
 
     def begin_sync(self, offer: SyncOffer) -> None:
         """See `RolloutEngine.begin_sync`; the server's workers check the offer and open their buffers."""
-        self._undo = None
+        self._begun = False
         if offer.manifest.mode != self._settings.sync_mode:
             raise WeightSyncError(
                 f"a sync in mode {offer.manifest.mode!r} came", expected=f"mode {self._settings.sync_mode!r}"
             )
         self._sync("begin", offer=offer.model_dump(mode="json"))
+        self._begun = True
 
     def receive(self, bucket: WeightBucket) -> None:
         """See `RolloutEngine.receive`."""
@@ -154,16 +157,15 @@ class SGLangNativeGenerationEngine:
     def commit_sync(self, policy_version: int) -> str:
         """See `RolloutEngine.commit_sync`."""
         answer = self._sync("commit", policy_version=policy_version)
-        self._undo = self.policy_version
         self.policy_version, self._invalid = policy_version, None
         return str(answer["checksum"])
 
     def abort_sync(self) -> None:
         """See `RolloutEngine.abort_sync`."""
-        undo, self._undo = self._undo, None
+        begun, self._begun = self._begun, False
         self._invalid = "a weight sync was aborted and the server did not say what it holds"
-        # Without a commit of this very sync there is nothing to undo, whatever the server committed before.
-        answer = self._sync("abort", undo=undo is not None)
+        # Only of this very sync, whether or not its commit was answered; never of the one before it.
+        answer = self._sync("abort", undo=begun)
         self.policy_version, self._invalid = int(answer["version"]), answer["invalid"]
 
     def problem(self) -> str | None:
@@ -208,7 +210,7 @@ class SGLangNativeGenerationEngine:
         """Run a call; when the server is gone, say how it ended instead of how the connection did."""
         if self._client is None or self._server is None:
             raise RolloutError("the SGLang engine was used before start")
-        gone = self._server.problem()
+        gone = self._gone or self._server.problem()
         if gone is None:
             try:
                 return call(self._client)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import socket
@@ -24,10 +23,10 @@ from relax_sdk.rollout.sglang.session import LIFELINE_VARIABLE, OWNER_VARIABLE, 
 
 __all__ = ["ServerProcess", "free_ports", "leftover_servers"]
 
-_LOG = logging.getLogger(__name__)
 _PROC = Path("/proc")
 _POLL_S = 0.25
-_TERM_GRACE_S = 5.0
+_TERM_GRACE_S = 1.5
+_KILL_GRACE_S = 30.0
 _LOG_LINES, _LOG_BYTES = 25, 20_000
 _LAUNCHER = "from sglang.cli.main import main; main()"
 
@@ -198,27 +197,36 @@ class ServerProcess:
         return "\n".join(f"  | {line}" for line in lines)
 
     def stop(self) -> None:
-        """End the whole process group and wait for it. Safe to call twice."""
+        """End the whole process group and wait for it. Safe to call twice.
+
+        Raises:
+            RolloutError: a process outlives SIGKILL: the device memory is still taken.
+        """
         process, self._process = self._process, None
         self._worker_processes = {}
-        if process is not None:
-            self._end_group(process)
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
+        try:
+            if process is not None:
+                self._end_group(process)
+        finally:
+            if self._lifeline is not None:
+                os.close(self._lifeline)
+                self._lifeline = None
 
     def _end_group(self, process: subprocess.Popen[bytes]) -> None:
         # The leader's pid is the group's id, also when the leader is gone and workers are left.
-        for number, wait_s in ((signal.SIGTERM, _TERM_GRACE_S), (signal.SIGKILL, _TERM_GRACE_S)):
+        for number, wait_s in ((signal.SIGTERM, _TERM_GRACE_S), (signal.SIGKILL, _KILL_GRACE_S)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
             deadline = time.monotonic() + wait_s
             while time.monotonic() < deadline:
                 if not _group_exists(process.pid):
-                    process.wait(timeout=_TERM_GRACE_S)
+                    process.wait(timeout=_KILL_GRACE_S)
                     return
                 time.sleep(0.05)
-        _LOG.warning("processes of group %d are still there after SIGKILL", process.pid)
+        raise RolloutError(
+            f"processes of the SGLang server are still there {_KILL_GRACE_S:.0f} s after SIGKILL",
+            next_step=f"kill -9 -- -{process.pid}, and look for processes in state D",
+        )
 
     def _wait_healthy(self, client: SGLangClient, limit_s: float, progress: Callable[[str], None] | None) -> None:
         started = time.monotonic()

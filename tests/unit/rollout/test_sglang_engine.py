@@ -315,7 +315,8 @@ def test_a_refusal_keeps_its_text_and_the_version(operation: str) -> None:
     assert caught.value.where == f"operation {operation!r}"
     assert made.policy_version == 0
     made.abort_sync()
-    assert server.operations[-1] == ("abort", {"undo": False})
+    # Of a sync that was begun; the server takes nothing back that it has not committed.
+    assert server.operations[-1] == ("abort", {"undo": operation != "begin"})
 
 
 def test_an_abort_after_the_commit_undoes_it_and_only_once() -> None:
@@ -328,12 +329,16 @@ def test_an_abort_after_the_commit_undoes_it_and_only_once() -> None:
     assert server.operations[-1] == ("abort", {"undo": False})
 
 
-def test_a_new_sync_forgets_what_could_be_undone() -> None:
+def test_a_refused_sync_does_not_undo_the_one_before() -> None:
     made, server = started()
     sync(made, 1)
-    made.begin_sync(offer())
+    server.script["begin"] = RolloutError("unknown name 'x'")
+    with pytest.raises(WeightSyncError, match="unknown name"):
+        made.begin_sync(offer())
+    server.script["abort"] = {"version": 1, "invalid": None}
     made.abort_sync()
     assert server.operations[-1] == ("abort", {"undo": False})
+    assert samples(made, server, 1)
 
 
 def test_after_an_abort_the_engine_holds_what_the_server_says() -> None:
@@ -358,15 +363,17 @@ def test_an_abort_that_is_not_answered_leaves_no_usable_weights() -> None:
 
 
 def test_a_commit_whose_answer_was_lost_is_not_sampled_with_as_the_version_before() -> None:
-    """The server may have adopted the version; what it says at the abort counts."""
+    """The server may have adopted the version. It counts as gone from then on, and is not waited for again."""
     made, server = started()
     server.script["commit"] = ServerUnreachableError("no answer in time")
     with pytest.raises(WeightSyncError, match="no answer in time"):
         sync(made, 1)
+    asked = len(server.operations)
+    with pytest.raises(WeightSyncError, match="no answer in time"):
+        made.abort_sync()
+    assert len(server.operations) == asked
     assert not samples(made, server, 0)
-    server.script["abort"] = {"version": 1, "invalid": None}
-    made.abort_sync()
-    assert not samples(made, server, 0)
+    assert "no answer in time" in (made.problem() or "")
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

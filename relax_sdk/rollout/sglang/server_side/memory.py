@@ -1,4 +1,4 @@
-"""Memory hand-over inside SGLang's worker: parameters leave the device and come back at their old addresses' place.
+"""Memory hand-over inside SGLang's worker: parameters leave the device and come back in the same tensors.
 
 A parameter's storage is resized to zero, which frees it whoever refers to it. Weights that never change (VAE, text
 encoder; the transformer under adapter sync) get one host copy, pinned, made at the first release and kept for good:

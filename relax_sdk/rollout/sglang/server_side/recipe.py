@@ -1,6 +1,6 @@
 """The sampler follows the driver's recipe: start noise, step noise, sigmas, and the ``dance`` transition.
 
-A request carries its recipe in ``diffusers_kwargs``; a request without one is sampled as stock SGLang does. Every
+A request carries its recipe in ``diffusers_kwargs``; without one nothing is sampled (`control.guard_forward`). Every
 random number comes from the recipe's seeds through `relax_sdk.flow.seeded_noise`, so a candidate does not depend on
 its batch mates. What is left to SGLang: text encoding, the transformer, the ``sde`` and ``cps`` transitions, decoding.
 """
