@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -42,6 +43,7 @@ __all__ = [
     "require_contract",
 ]
 
+_PARSING = threading.Lock()
 SUPPORTED_VERSION = "0.5.23"
 INSTALL_COMMAND = 'pip install "relax-sdk[sglang]"'
 
@@ -302,7 +304,9 @@ def require_contract(package_dir: Path | None = None) -> None:
     Raises:
         PreflightError: every problem, with the installed version and the one that the engine is tested with.
     """
-    problems = contract_problems(package_dir)
+    # Python 3.11's parser keeps its recursion depth per interpreter: two threads that parse disturb each other.
+    with _PARSING:
+        problems = contract_problems(package_dir)
     version = _version(package_dir) or "of unknown version"
     if not problems:
         if version != SUPPORTED_VERSION:
