@@ -16,20 +16,19 @@ import msgpack
 import pytest
 import safetensors.torch
 import torch
-from tiny_family import CHANNELS, SCHEDULER, TOKENS, TinyAdapter
+from tiny_family import CHANNELS, TOKENS, TinyAdapter
+from tiny_requests import tiny_requests
 from tiny_sync import CPU, buckets_of, offer_of, write
 from torch import Tensor, nn
 from torch.nn import functional
 
-from relax_sdk.protocols import AdapterConfig, PromptRecord, RolloutRequest, SamplingConfig
-from relax_sdk.rollout import plan_groups
+from relax_sdk.protocols import AdapterConfig, RolloutRequest
 from relax_sdk.rollout.sglang.client import SGLangClient
 from relax_sdk.rollout.sglang.session import RECIPE_KEY
 from relax_sdk.weights import SendBuffer, combine_checksums
 
 _RUNTIME = "sglang.multimodal_gen.runtime"
 WIDTH = 12
-STEPS = 6
 TARGETS = ("attn.to_q", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_out.0")
 LORA = AdapterConfig(rank=3, alpha=6.0, target_modules=TARGETS)
 
@@ -290,17 +289,7 @@ def requests_for(
     prompts: Sequence[str] = ("red",),
     **sampling: Any,
 ) -> list[RolloutRequest]:
-    config = SamplingConfig(num_inference_steps=STEPS, **sampling)
-    plans = plan_groups(
-        [PromptRecord(prompt=text, prompt_id=text) for text in prompts],
-        rollout_id=0,
-        samples_per_prompt=count,
-        sampling=config,
-        generation_seed=42,
-        policy_version=version,
-        sde_indices=steps,
-    )
-    return [ServedAdapter().build_rollout_request(plan, config, scheduler_config=SCHEDULER) for plan in plans]
+    return tiny_requests(ServedAdapter(), prompts, count=count, version=version, steps=steps, **sampling)
 
 
 def outputs_for(request: RolloutRequest, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from relax_sdk.protocols import (
 
 SIDE, CHANNELS, WIDTH = 4, 4, 8
 TOKENS = SIDE * SIDE
+STEPS = 6
 SCHEDULER: dict[str, Any] = {
     "base_image_seq_len": 256,
     "base_shift": 0.5,

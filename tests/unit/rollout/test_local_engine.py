@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from tiny_family import (
-    SCHEDULER,
     SIDE,
+    STEPS,
     TOKENS,
     RowwiseTinyAdapter,
     TinyAdapter,
@@ -18,17 +18,15 @@ from tiny_family import (
     reference_log_prob,
     reference_moments,
 )
+from tiny_requests import tiny_requests
 from tiny_sync import CPU, LORA, buckets_of, deliver, engine_settings, offer_of, write
 from tiny_sync import embedded_engine as engine
 
 from relax_sdk.errors import RolloutError, WeightSyncError
 from relax_sdk.flow import seeded_noise
-from relax_sdk.protocols import AdapterConfig, PromptRecord, RolloutRequest, RolloutResponse, SamplingConfig
-from relax_sdk.rollout import plan_groups
+from relax_sdk.protocols import AdapterConfig, RolloutRequest, RolloutResponse
 from relax_sdk.rollout.local import LocalEngine
 from relax_sdk.weights import SendBuffer, inject_lora, is_lora_name, to_wire_name
-
-STEPS = 6
 
 
 def requests(
@@ -39,17 +37,7 @@ def requests(
     steps: tuple[int, ...] = (1, 3),
     **sampling: Any,
 ) -> list[RolloutRequest]:
-    config = SamplingConfig(num_inference_steps=STEPS, **sampling)
-    plans = plan_groups(
-        [PromptRecord(prompt=text, prompt_id=text) for text in texts],
-        rollout_id=0,
-        samples_per_prompt=count,
-        sampling=config,
-        generation_seed=42,
-        policy_version=version,
-        sde_indices=steps,
-    )
-    return [TinyAdapter().build_rollout_request(plan, config, scheduler_config=SCHEDULER) for plan in plans]
+    return tiny_requests(TinyAdapter(), texts, count=count, version=version, steps=steps, **sampling)
 
 
 def float64_loop(request: RolloutRequest) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from fake_sglang import STEPS, ServedAdapter, enveloped, outputs_for, requests_for
-from tiny_family import CHANNELS, TOKENS
+from fake_sglang import ServedAdapter, enveloped, outputs_for, requests_for
+from tiny_family import CHANNELS, STEPS, TOKENS
 
 from relax_sdk.errors import RolloutError
 from relax_sdk.protocols import RolloutRequest, RolloutResponse

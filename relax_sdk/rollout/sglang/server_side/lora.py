@@ -21,12 +21,11 @@ __all__ = ["LoraLayer", "LoraPart", "wrap_layers"]
 
 @dataclasses.dataclass
 class LoraPart:
-    """One adapted projection: rows ``part`` of ``parts`` of a layer, or all of it.
+    """One adapted projection: one row block of a layer, or all of it.
 
     ``lora_a`` is [r, in], ``lora_b`` [out, r]; both are views of a buffer of the weight sync.
     """
 
-    part: int
     lora_a: Tensor
     lora_b: Tensor
 

@@ -295,7 +295,7 @@ class WeightReceiver:
             stem = name.removesuffix(".weight")
             part = destination.part or 0
             self._layers[destination.parameter.removesuffix(".weight")].adapters[part] = LoraPart(
-                part, views[f"{stem}.lora_A.weight"], views[f"{stem}.lora_B.weight"]
+                views[f"{stem}.lora_A.weight"], views[f"{stem}.lora_B.weight"]
             )
 
     def _forget_derived(self) -> None:
