@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from relax_sdk.errors import RelaxError, RunError
+
+_TELL_EVERY_S = 1.0
 
 __all__ = ["engine_names", "rank_names", "wait_all"]
 
@@ -24,7 +26,14 @@ def engine_names(count: int) -> list[str]:
     return [f"rollout engine {index}" for index in range(count)]
 
 
-def wait_all(refs: Sequence[Any], *, what: str, names: Sequence[str], timeout_s: float) -> list[Any]:
+def wait_all(
+    refs: Sequence[Any],
+    *,
+    what: str,
+    names: Sequence[str],
+    timeout_s: float,
+    waiting: Callable[[list[str], float], None] | None = None,
+) -> list[Any]:
     """Results in order; the first call that fails ends the wait, while the others may still hang on it.
 
     Args:
@@ -32,20 +41,27 @@ def wait_all(refs: Sequence[Any], *, what: str, names: Sequence[str], timeout_s:
         what: the operation, for messages, e.g. ``"update"``.
         names: the role behind each call.
         timeout_s: for all of them together.
+        waiting: told about once a second who has not answered yet, and after how many seconds.
 
     Raises:
         RelaxError: a role's own error, as it was raised there.
         RunError: a role died, failed otherwise, or did not answer in time; the role is named.
     """
-    deadline = time.monotonic() + timeout_s
+    started = time.monotonic()
     results: dict[Any, Any] = {}
     name_of = dict(zip(refs, names, strict=True))
     pending = list(refs)
     while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
+        left_s = max(started + timeout_s - time.monotonic(), 0.0)
+        done, pending = ray.wait(
+            pending, num_returns=1, timeout=left_s if waiting is None else min(left_s, _TELL_EVERY_S)
+        )
         if not done:
-            waiting = ", ".join(name_of[ref] for ref in pending)
-            raise RunError(f"{what} did not finish within {timeout_s:.0f} s", where=f"waiting for {waiting}")
+            late = list(dict.fromkeys(name_of[ref] for ref in pending))
+            if left_s > _TELL_EVERY_S and waiting is not None:
+                waiting(late, time.monotonic() - started)
+                continue
+            raise RunError(f"{what} did not finish within {timeout_s:.0f} s", where=f"waiting for {', '.join(late)}")
         try:
             results[done[0]] = ray.get(done[0], timeout=timeout_s)
         except RayTaskError as error:

@@ -72,7 +72,7 @@ def train(config: RunConfig, *, registry: Registry, observer: Observer | None = 
             use_tensorboard=config.run.use_tensorboard,
             write_line=watcher.line,
         ) as metrics,
-        open_cluster(config, registry, on_phase=lambda text: watcher.phase(text, 0, 0)) as cluster,
+        open_cluster(config, registry, observer=watcher) as cluster,
     ):
         sampler = PromptSampler(
             prompts,

@@ -44,12 +44,9 @@ class SGLangNativeGenerationEngine:
     Args:
         adapter: the model family; needs the `SGLangModelAdapter` protocol.
         settings: model, devices, dtype, folder.
-        progress: told what a long wait is for.
     """
 
-    def __init__(
-        self, *, adapter: Any, settings: EngineSettings, progress: Callable[[str], None] | None = None
-    ) -> None:
+    def __init__(self, *, adapter: Any, settings: EngineSettings) -> None:
         missing = [name for name in _ADAPTER_NEEDS if not hasattr(adapter, name)]
         if missing:
             raise RolloutError(
@@ -64,7 +61,7 @@ class SGLangNativeGenerationEngine:
                 f"{', '.join(taken)} is decided by the engine", where="--rollout-engine-args", expected="other flags"
             )
         self.policy_version = 0
-        self._adapter, self._settings, self._progress = adapter, settings, progress
+        self._adapter, self._settings = adapter, settings
         self._invalid: str | None = "the engine was not started"
         self._server: ServerProcess | None = None
         self._client: SGLangClient | None = None
@@ -99,7 +96,7 @@ class SGLangNativeGenerationEngine:
             required=REQUIRED_HOOKS,
             timeout_s=self._settings.timeout_s,
         )
-        self._client = self._server.start(limit_s=_START_LIMIT_S, progress=self._progress)
+        self._client = self._server.start(limit_s=_START_LIMIT_S)
         self.policy_version, self._invalid, self._begun, self._gone = 0, None, False, None
 
     def shutdown(self) -> None:

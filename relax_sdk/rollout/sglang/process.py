@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ _PROC = Path("/proc")
 _POLL_S = 0.25
 _TERM_GRACE_S = 1.5
 _KILL_GRACE_S = 30.0
+_LEADER_GRACE_S = 3.0
 _LOG_LINES, _LOG_BYTES = 25, 20_000
 _LAUNCHER = "from sglang.cli.main import main; main()"
 
@@ -117,12 +118,11 @@ class ServerProcess:
         """Of the server's main process, which leads its process group; None before the start."""
         return None if self._process is None else self._process.pid
 
-    def start(self, *, limit_s: float, progress: Callable[[str], None] | None = None) -> SGLangClient:
+    def start(self, *, limit_s: float) -> SGLangClient:
         """Start the server and wait until it is healthy and every worker has reported.
 
         Args:
             limit_s: longest wait.
-            progress: told now and then what the wait is for.
 
         Raises:
             RolloutError: it ended, did not become healthy in time, or lacks a hook; its last lines are quoted.
@@ -156,7 +156,7 @@ class ServerProcess:
                     )
             finally:
                 os.close(reading)
-            self._wait_healthy(client, limit_s, progress)
+            self._wait_healthy(client, limit_s)
             self._check_reports()
         except BaseException:
             self.stop()
@@ -170,6 +170,10 @@ class ServerProcess:
         # Before the server itself is asked: when both have ended, how the server ended is the better text.
         lost = [rank for rank, owner in self._worker_processes.items() if not _alive(owner)]
         code = self._process.poll()
+        if code is None and lost:
+            # A signal to the whole group can reach the workers first.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(timeout=_LEADER_GRACE_S)
         if code is None:
             # The HTTP side outlives a worker that was killed, and answers that it is gone.
             if not lost:
@@ -228,7 +232,7 @@ class ServerProcess:
             next_step=f"kill -9 -- -{process.pid}, and look for processes in state D",
         )
 
-    def _wait_healthy(self, client: SGLangClient, limit_s: float, progress: Callable[[str], None] | None) -> None:
+    def _wait_healthy(self, client: SGLangClient, limit_s: float) -> None:
         started = time.monotonic()
         while not client.healthy():
             gone = self.problem()
@@ -240,8 +244,6 @@ class ServerProcess:
                     f"the SGLang server was not ready within {limit_s:.0f} s; "
                     f"its last lines ({self.log}):\n{self.tail()}"
                 )
-            if progress is not None:
-                progress(f"waiting for the SGLang server, {waited:.0f} s (log: {self.log})")
             time.sleep(_POLL_S)
 
     def _check_reports(self) -> None:

@@ -385,7 +385,7 @@ class FakeServer:
             raise answer
         return answer(asked) if callable(answer) else answer
 
-    def start(self, *, limit_s: float, progress: Any) -> FakeClient:
+    def start(self, *, limit_s: float) -> FakeClient:
         return FakeClient(self)
 
     def problem(self) -> str | None:

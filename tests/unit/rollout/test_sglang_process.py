@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from fake_sglang_server import ORDERS, answer
 
 from relax_sdk.errors import RolloutError
 from relax_sdk.rollout.sglang import process
-from relax_sdk.rollout.sglang.client import ServerUnreachableError
+from relax_sdk.rollout.sglang.client import ServerUnreachableError, SGLangClient
 from relax_sdk.rollout.sglang.process import ServerProcess, free_ports, leftover_servers
 from relax_sdk.rollout.sglang.session import OWNER_VARIABLE
 
@@ -86,8 +87,7 @@ def test_a_server_is_started_in_a_group_of_its_own_and_stopped_without_a_trace(
 ) -> None:
     before = open_descriptors()
     server = made(workers=2)
-    told: list[str] = []
-    client = server.start(limit_s=30, progress=told.append)
+    client = server.start(limit_s=30)
     assert client.healthy()
     assert server.problem() is None
     pid = server.pid
@@ -100,7 +100,6 @@ def test_a_server_is_started_in_a_group_of_its_own_and_stopped_without_a_trace(
     assert first["argv"][:5] == ["serve", "--model-path", "m", "--host", "127.0.0.1"]
     ports = [first["argv"][first["argv"].index(f"--{name}port") + 1] for name in ("", "scheduler-", "master-")]
     assert len(set(ports)) == 3
-    assert all(re.fullmatch(r"waiting for the SGLang server, \d+ s \(log: .*server.log\)", text) for text in told)
 
     server.stop()
     assert not alive(pid)
@@ -207,16 +206,19 @@ def test_lines_of_an_earlier_server_are_not_quoted(made: Callable[..., ServerPro
     assert "yesterday" in server.log.read_text(), "but they are kept"
 
 
-def test_an_interrupted_start_leaves_nothing(made: Callable[..., ServerProcess]) -> None:
+def test_an_interrupted_start_leaves_nothing(
+    made: Callable[..., ServerProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pids: list[int | None] = []
     server = made(answers={"/health": answer("", 503)})
 
-    def interrupt(text: str) -> None:
+    def interrupt(client: SGLangClient) -> bool:
         pids.append(server.pid)
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(SGLangClient, "healthy", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        server.start(limit_s=30, progress=interrupt)
+        server.start(limit_s=30)
     (pid,) = pids
     assert pid is not None
     assert not alive(pid)
@@ -252,6 +254,27 @@ def test_a_server_that_runs_has_no_problem_however_long_one_waits(made: Callable
     started = time.monotonic()
     assert server.wait_problem(limit_s=0.2) is None
     assert 0.2 <= time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("leader", "expected"),
+    [("runs on", "worker 0 of the SGLang server ended;"), ("ends a little later", "ended with signal 9 (SIGKILL);")],
+)
+def test_a_lost_worker_is_told_only_when_the_server_outlives_it(
+    made: Callable[..., ServerProcess], monkeypatch: pytest.MonkeyPatch, leader: str, expected: str
+) -> None:
+    """A signal to the whole group ends the processes in any order."""
+    monkeypatch.setattr(process, "_LEADER_GRACE_S", 0.5 if leader == "runs on" else 20.0)
+    server = made()
+    server.start(limit_s=30)
+    pid = server.pid
+    assert pid is not None
+    server._worker_processes = {0: f"{pid}:of-another-process"}
+    if leader != "runs on":
+        threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+    problem = server.problem()
+    assert problem is not None
+    assert expected in problem
 
 
 @pytest.mark.parametrize("leader", ["runs", "was killed"])
