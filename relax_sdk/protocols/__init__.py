@@ -19,7 +19,7 @@ from relax_sdk.protocols.records import (
     TrainRow,
     Trajectory,
 )
-from relax_sdk.protocols.reward import RewardScorer
+from relax_sdk.protocols.reward import OffloadableScorer, RewardScorer
 from relax_sdk.protocols.sampling import SDE_TYPES, SamplingConfig, SdeType
 from relax_sdk.protocols.tensors import Tensor, TensorSpec
 from relax_sdk.protocols.transport import (
@@ -43,6 +43,7 @@ __all__ = [
     "FullWeightManifest",
     "GenerativeModelAdapter",
     "GroupPlan",
+    "OffloadableScorer",
     "PromptRecord",
     "Record",
     "ReplayBatch",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from relax_sdk.protocols.records import RewardBatch, RewardScores
 
-__all__ = ["RewardScorer"]
+__all__ = ["OffloadableScorer", "RewardScorer"]
 
 
 @runtime_checkable
@@ -35,4 +35,20 @@ class RewardScorer(Protocol):
         Raises:
             RewardError: the media cannot be scored.
         """
+        ...
+
+
+@runtime_checkable
+class OffloadableScorer(RewardScorer, Protocol):
+    """A scorer that can leave its device while the actor trains there. Optional: another one simply stays.
+
+    Both methods are called with ``--offload-rollout``, each possibly twice in a row, which changes nothing.
+    """
+
+    def release(self) -> None:
+        """Give the device memory back. Scores are asked for only after `resume`."""
+        ...
+
+    def resume(self) -> None:
+        """Take the device memory again; scores are what they were."""
         ...

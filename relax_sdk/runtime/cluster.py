@@ -26,6 +26,7 @@ from relax_sdk.runtime.calls import engine_names, rank_names, wait_all
 from relax_sdk.runtime.controller import ControlPlane, open_controller
 from relax_sdk.runtime.fleet import RolloutFleet
 from relax_sdk.runtime.observer import Observer
+from relax_sdk.runtime.reaper import reaped_when_killed
 from relax_sdk.runtime.roles import Roles
 from relax_sdk.runtime.rows import RowQueue
 from relax_sdk.runtime.waiting import Loading, sigterm_unwinds
@@ -70,8 +71,11 @@ def open_cluster(config: RunConfig, registry: Registry, *, observer: Observer) -
     """
     observer.phase("starting Ray")
     with contextlib.ExitStack() as stack:
+        owned = not os.environ.get("RAY_ADDRESS")
+        if owned:
+            stack.enter_context(reaped_when_killed())
         stack.callback(ray.shutdown)
-        owned = _start_ray(config)
+        _start_ray(config, owned=owned)
         stack.enter_context(sigterm_unwinds())
         control = stack.enter_context(open_controller(config, run_dir=config.run_dir))
         use_gpu = _use_gpu(config, owned=owned)
@@ -138,30 +142,25 @@ def _whole_call(config: RunConfig) -> float:
     return float(_CALL_FACTOR * config.backend.collective_timeout_s)
 
 
-def _start_ray(config: RunConfig) -> bool:
-    """Join or start a cluster; returns whether it was started here."""
+def _start_ray(config: RunConfig, *, owned: bool) -> None:
+    """Start a cluster, or join the one of ``RAY_ADDRESS``."""
     # It says once per process how its own authentication works, which a user of this command need not know.
     logging.getLogger("ray").setLevel(logging.ERROR)
-    address = os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {
         "log_to_driver": config.run.log_level in ("debug", "info"),
         "logging_level": logging.ERROR,
         "configure_logging": False,
         "namespace": f"relax-{config.run_dir.name}",
     }
-    if address:
-        ray.init(address=address, **options)
-        return False
+    if not owned:
+        ray.init(address=os.environ["RAY_ADDRESS"], **options)
+        return
     # Roles hold fractions of a CPU; the rest lets TransferQueue's actors be scheduled beside them.
     cpus = max(available_cores(), 2 * config.actor_world + 2)
     # Ray gives its workers a low priority by default; beside any other busy process the roles, which meet at thread
     # barriers all the time, would then run ten times slower.
     options["_system_config"] = {"worker_niceness": 0}
-    # When the driver is killed, Ray's agents look for the state of the node, which is gone too, this long before they
-    # end. A cluster of ours never restarts that state.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "20")
     ray.init(num_cpus=cpus, include_dashboard=False, **options)
-    return True
 
 
 def _use_gpu(config: RunConfig, *, owned: bool) -> bool:

@@ -66,12 +66,12 @@ class RolloutFleet:
         return wait_all(calls, what="generate", names=engine_names(self.size), timeout_s=self._timeout_s)
 
     def release(self) -> None:
-        """Every engine gives its device memory back."""
-        self._call_engines("release")
+        """Every engine gives its device memory back, and every scorer that can."""
+        self._hand_over("release", [worker.release.remote() for worker in self._workers])
 
     def resume(self, *, weights_only: bool) -> None:
         """Every engine takes its device memory again; with ``weights_only`` what a weight sync writes to."""
-        self._call_engines("resume", weights_only=weights_only)
+        self._hand_over("resume", [worker.resume.remote(weights_only=weights_only) for worker in self._workers])
 
     def dead_engines(self) -> dict[int, str]:
         """Engines that cannot serve any more, with the reason; one that does not answer counts.
@@ -139,6 +139,5 @@ class RolloutFleet:
                 merged[name] = merged.get(name, ()) + values
         return RewardScores(components=merged, truncated_prompts=sum(part.truncated_prompts for part in parts))
 
-    def _call_engines(self, method: str, **kwargs: Any) -> None:
-        calls = [worker.call_engine.remote(method, **kwargs) for worker in self._workers]
-        wait_all(calls, what=f"{method} of the engines", names=engine_names(self.size), timeout_s=self._timeout_s)
+    def _hand_over(self, what: str, calls: Sequence[Any]) -> None:
+        wait_all(calls, what=f"{what} of the engines", names=engine_names(self.size), timeout_s=self._timeout_s)

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from relax_sdk.control import pulse
-from relax_sdk.protocols import EngineSettings, RewardBatch, RewardScores, RolloutRequest, RolloutResponse
+from relax_sdk.protocols import (
+    EngineSettings,
+    OffloadableScorer,
+    RewardBatch,
+    RewardScores,
+    RolloutRequest,
+    RolloutResponse,
+)
 from relax_sdk.registry import EngineSpec, ModelSpec, RewardSpec
 from relax_sdk.rewards import build_scorer
 
@@ -77,9 +84,21 @@ class RolloutRole:
         scores: RewardScores = self._scorer.score(batch)
         return scores
 
-    def call_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of the engine: a hand-over of memory, or a part of a weight sync."""
-        return getattr(self._engine, method)(*args, **kwargs)
+    def release(self) -> None:
+        """Engine and scorer give their device memory back."""
+        self._engine.release()
+        if isinstance(self._scorer, OffloadableScorer):
+            self._scorer.release()
+
+    def resume(self, *, weights_only: bool) -> None:
+        """Take it again; with ``weights_only`` only what a weight sync writes to."""
+        self._engine.resume(weights_only=weights_only)
+        if not weights_only and isinstance(self._scorer, OffloadableScorer):
+            self._scorer.resume()
+
+    def call_engine(self, method: str, *args: Any) -> Any:
+        """Run a method of the engine: a part of a weight sync."""
+        return getattr(self._engine, method)(*args)
 
     def ping(self) -> tuple[str, int]:
         """Machine and process; it waits its turn behind a running call."""

@@ -69,15 +69,12 @@ def test_a_killed_role_ends_the_run_with_one_error(role: str, said: str, tmp_pat
 
 
 def test_a_killed_driver_leaves_nothing_behind(tmp_path: Path, mark: str) -> None:
-    """Every role of ours is gone within a minute; two agents of Ray's notice the end of their node only after one."""
+    """Not even Ray's agents, which would look for their node for a minute."""
     with Running(tmp_path / "run", mark, "--num-rollout", "1000") as running:
         running.wait_for("rollout    1/1000")
+        assert len(processes_named(mark, "ray::")) > 2
         running.process.kill()
         killed = time.monotonic()
         while processes_of(mark) and time.monotonic() < killed + 60:
             time.sleep(0.2)
-        agents = processes_named(mark, "ray::DashboardAgent", "ray::RuntimeEnvAgent")
-        assert set(processes_of(mark)) <= set(agents)
-        while processes_of(mark) and time.monotonic() < killed + 120:
-            time.sleep(0.2)
-    assert processes_of(mark) == []
+    assert {pid: (Path("/proc") / str(pid) / "cmdline").read_bytes()[:200] for pid in processes_of(mark)} == {}

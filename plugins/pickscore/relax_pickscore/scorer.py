@@ -70,6 +70,31 @@ class PickScoreScorer:
         self._model = load_clip(read_tensors(folder), config, where=str(folder)).to(device)
         self._device = torch.device(device)
         self._batch_size = batch_size
+        # While the scorer is off its device: its frozen weights, in host memory. Copied there once and kept.
+        self._host: dict[str, Tensor] = {}
+        self._released = False
+
+    def release(self) -> None:
+        """Leave the device; the weights stay in (pinned) host memory."""
+        if self._released:
+            return
+        tensors = self._tensors()
+        if not self._host:
+            self._host = {name: _host_copy(tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            tensor.data = self._host[name]
+        self._released = True
+        if self._device.type == "cuda":
+            # What the allocator keeps for later is of no use to the process that trains.
+            torch.cuda.empty_cache()
+
+    def resume(self) -> None:
+        """Return to the device."""
+        if not self._released:
+            return
+        for name, tensor in self._tensors().items():
+            tensor.data = self._host[name].to(self._device, non_blocking=True)
+        self._released = False
 
     @torch.inference_mode()
     def score(self, batch: RewardBatch) -> RewardScores:
@@ -80,8 +105,10 @@ class PickScoreScorer:
             were cut to the context length (77 tokens for v1).
 
         Raises:
-            RewardError: the batch has no ``image`` track.
+            RewardError: the batch has no ``image`` track, or the scorer is off its device.
         """
+        if self._released:
+            raise RewardError("asked for scores while off its device", where="reward scorer pickscore")
         images = batch.tracks.get("image")
         if images is None:
             raise RewardError(
@@ -112,3 +139,11 @@ class PickScoreScorer:
         ids, truncated = self._tokenizer(prompts)
         rows = [self._model.encode_text(chunk.to(self._device)) for chunk in torch.split(ids, self._batch_size)]
         return functional.normalize(torch.cat(rows), dim=-1), truncated
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """A copy that the device can read directly; on the CPU the tensor itself, which is where it belongs."""
+    return tensor.detach().cpu().pin_memory() if tensor.device.type == "cuda" else tensor.detach()

@@ -1,0 +1,127 @@
+"""A killed driver's processes are ended from outside; those of one that ends by itself are left to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from relax_sdk.runtime import reaper
+from relax_sdk.runtime.reaper import MARK_VARIABLE, processes_marked
+
+DRIVER = """
+import os, subprocess, sys, time
+sys.path.insert(0, sys.argv[2])  # by itself: it needs nothing else
+import reaper
+reaper._GRACE_S = float(sys.argv[1])
+with reaper.reaped_when_killed():
+    child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"],
+                             start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    print(os.environ[reaper.MARK_VARIABLE], child.pid, flush=True)
+    sys.stdin.readline()
+print(reaper.MARK_VARIABLE in os.environ, flush=True)
+"""  # noqa: E501
+
+
+class Driver:
+    def __init__(self, grace_s: float) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, str(grace_s), str(Path(reaper.__file__).parent)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        self.mark, child = self.process.stdout.readline().split()
+        self.child = int(child)
+        self.reaper = next(pid for pid in children_of(self.process.pid) if pid != self.child)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+@pytest.fixture
+def driver() -> Iterator[Callable[[float], Driver]]:
+    made: list[Driver] = []
+
+    def make(grace_s: float) -> Driver:
+        made.append(Driver(grace_s))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.process.kill()
+        one.process.communicate()
+        for pid in (one.child, one.reaper):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_what_a_killed_driver_started_is_ended(driver: Callable[[float], Driver], whole_group: bool) -> None:
+    """Also when the kill goes to its whole process group."""
+    one = driver(0.3)
+    assert processes_marked(one.mark) == [one.child]
+    if whole_group:
+        os.killpg(one.process.pid, signal.SIGKILL)
+    else:
+        one.process.kill()
+    assert gone_within(one.child, 10)
+    assert gone_within(one.reaper, 10)
+
+
+def test_processes_get_a_moment_to_end_by_themselves(driver: Callable[[float], Driver]) -> None:
+    one = driver(2.0)
+    one.process.kill()
+    time.sleep(1.0)
+    assert alive(one.child)
+    assert gone_within(one.child, 10)
+
+
+def test_a_driver_that_ends_by_itself_is_left_alone(driver: Callable[[float], Driver]) -> None:
+    one = driver(0.0)
+    said, _ = one.process.communicate("end\n", timeout=30)
+    assert said.split() == ["False"], "and the mark is taken back"
+    assert not alive(one.reaper)
+    time.sleep(0.5)
+    assert alive(one.child)
+
+
+def test_ctrl_c_and_requests_to_terminate_are_the_drivers(driver: Callable[[float], Driver]) -> None:
+    one = driver(0.0)
+    time.sleep(0.5)  # its signals are set up first thing, but not at once
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(one.reaper, number)
+    assert not gone_within(one.reaper, 0.5)
+    one.process.kill()
+    assert gone_within(one.child, 10)
+
+
+def test_another_mark_is_another_runs(driver: Callable[[float], Driver]) -> None:
+    first, second = driver(0.0), driver(0.0)
+    first.process.kill()
+    assert gone_within(first.reaper, 10)
+    assert alive(second.child)
+    assert MARK_VARIABLE not in os.environ
