@@ -1,27 +1,28 @@
 """Ends what a killed driver leaves of the Ray cluster that it started.
 
 Ray's processes follow a killed driver one after the other, its agents only after a minute. So a small process waits
-on a pipe that the driver alone holds: when the pipe ends without a word, every process with the driver's mark in its
-environment gets a moment to end by itself and is then killed. The module runs as a script, too, and needs nothing
-but the standard library then.
+on a pipe that the driver alone holds, and remembers the driver's descendants meanwhile. When the pipe ends without a
+word, they get a moment to end by themselves and are then killed. An environment variable would not do as a mark:
+processes that set their title overwrite what others can read of their environment. The module runs as a script, too,
+and needs nothing but the standard library then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["MARK_VARIABLE", "processes_marked", "reaped_when_killed"]
+__all__ = ["descendants", "reaped_when_killed"]
 
-MARK_VARIABLE = "RELAX_CLUSTER_MARK"
 _PROC = Path("/proc")
+_LOOK_S = 2.0
 _GRACE_S = 10.0
 _END_S = 30.0
 _FAREWELL = b"ended"
@@ -29,27 +30,22 @@ _FAREWELL = b"ended"
 
 @contextlib.contextmanager
 def reaped_when_killed() -> Iterator[None]:
-    """Processes that are started in this block, and theirs, end within some seconds of this one, however it ends.
+    """Processes that are started in this block, and theirs, end within some seconds of this one when it is killed.
 
-    For a cluster that this process starts; every process of it inherits the mark.
+    For a cluster that this process starts. One that ends by itself ends it itself.
     """
-    mark = uuid.uuid4().hex
-    environ = {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
     reaper = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, mark, str(_GRACE_S)],
+        [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(_LOOK_S), str(_GRACE_S)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=environ,
         cwd="/",
         # A signal to the driver's whole group must not reach it.
         start_new_session=True,
     )
-    os.environ[MARK_VARIABLE] = mark
     try:
         yield
     finally:
-        os.environ.pop(MARK_VARIABLE, None)
         with contextlib.suppress(subprocess.TimeoutExpired):
             reaper.communicate(_FAREWELL, timeout=_END_S)
         if reaper.poll() is None:
@@ -57,37 +53,62 @@ def reaped_when_killed() -> Iterator[None]:
             reaper.wait()
 
 
-def processes_marked(mark: str) -> list[int]:
-    """Processes that carry the mark in their environment and have not ended."""
-    carried = f"{MARK_VARIABLE}={mark}".encode()
-    found = []
+def descendants(roots: set[int]) -> dict[int, str]:
+    """Processes below ``roots`` that have not ended: their start times, which name them for good, by pid."""
+    parents: dict[int, int] = {}
+    starts: dict[int, str] = {}
     for folder in _PROC.iterdir() if _PROC.is_dir() else ():
-        if folder.name.isdigit() and folder.name != str(os.getpid()):
+        if folder.name.isdigit():
             try:
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-                if state not in "ZX" and carried in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-            except OSError:
-                continue  # it ended meanwhile, or belongs to another user
+                # The command in brackets may hold spaces and brackets of its own.
+                state, parent, *fields = (folder / "stat").read_bytes().rpartition(b")")[2].decode().split()
+            except (OSError, ValueError):
+                continue  # it ended meanwhile
+            if state not in "ZX":
+                parents[int(folder.name)], starts[int(folder.name)] = int(parent), fields[17]
+    found: dict[int, str] = {}
+    fresh = roots
+    while fresh:
+        fresh = {pid for pid, parent in parents.items() if parent in fresh and pid not in found}
+        found |= {pid: starts[pid] for pid in fresh}
     return found
 
 
-def _main(mark: str, grace_s: float) -> None:
+def _alive(pid: int, start: str) -> bool:
+    try:
+        state, *fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].decode().split()
+    except (OSError, ValueError):
+        return False
+    return state not in "ZX" and fields[18] == start
+
+
+def _main(driver: int, look_s: float, grace_s: float) -> None:
     # Ctrl-C and the like are the driver's; this process ends when the driver does.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    known: dict[int, str] = {}
+    while not select.select([sys.stdin], [], [], look_s)[0]:
+        known = {pid: start for pid, start in known.items() if _alive(pid, start)} | _others({driver})
     if sys.stdin.buffer.read() == _FAREWELL:
         return
     polite = time.monotonic() + grace_s
-    while processes_marked(mark) and time.monotonic() < polite:
+    end = polite + _END_S
+    while time.monotonic() < end:
+        known = {pid: start for pid, start in known.items() if _alive(pid, start)}
+        # A process whose parent has just ended has another one now, but what it starts is still below it.
+        known |= _others(set(known))
+        if not known:
+            return
+        if time.monotonic() > polite:
+            for pid in known:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.2)
-    end = time.monotonic() + _END_S
-    while (left := processes_marked(mark)) and time.monotonic() < end:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.2)
+
+
+def _others(roots: set[int]) -> dict[int, str]:
+    return {pid: start for pid, start in descendants(roots).items() if pid != os.getpid()}
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], float(sys.argv[2]))
+    _main(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]))
