@@ -15,17 +15,18 @@ class ClipStatistics:
     """Health of one clipped update over its cells; plain tensors of shape [], detached.
 
     Attributes:
-        ratio_sum, ratio_square_sum: for mean and std of rho over cells.
+        deviation_sum, deviation_square_sum: of rho - 1, for mean and std of rho over cells; float64, and around 1,
+            because policy steps move rho by 1e-4, whose square a float32 near 1 does not hold.
         ratio_min, ratio_max: extremes of rho.
         ratio_max_deviation: max |rho - 1|.
         clipped: cells where the clipped branch was the active one.
         approx_kl_sum: sum of the low-variance estimate (rho - 1) - log rho (Schulman 2020, "Approximating KL
-            divergence").
+            divergence"); float64.
         cells: how many cells.
     """
 
-    ratio_sum: Tensor
-    ratio_square_sum: Tensor
+    deviation_sum: Tensor
+    deviation_square_sum: Tensor
     ratio_min: Tensor
     ratio_max: Tensor
     ratio_max_deviation: Tensor
@@ -74,15 +75,16 @@ def grpo_clip_loss(
     clipped = -advantage * torch.clamp(ratio, 1 - eps_clip, 1 + high)
     loss = torch.maximum(plain, clipped).sum()
     with torch.no_grad():
-        r = ratio.detach()
+        r, exact = ratio.detach(), log_ratio.detach().double()
+        deviation = torch.expm1(exact)
         statistics = ClipStatistics(
-            ratio_sum=r.sum(),
-            ratio_square_sum=r.square().sum(),
+            deviation_sum=deviation.sum(),
+            deviation_square_sum=deviation.square().sum(),
             ratio_min=r.min(),
             ratio_max=r.max(),
             ratio_max_deviation=(r - 1).abs().max(),
             clipped=(clipped > plain).sum(),
-            approx_kl_sum=((r - 1) - log_ratio.detach()).sum(),
+            approx_kl_sum=(deviation - exact).sum(),
             cells=r.numel(),
         )
     return loss, statistics

@@ -20,7 +20,7 @@ class UpdateStatistics:
         device: the rank's device.
     """
 
-    _SUMS = ("loss", "ratio", "square", "clipped", "kl", "cells", "parity", "parity_cells")
+    _SUMS = ("loss", "deviation", "square", "clipped", "kl", "cells", "parity", "parity_cells")
     _MAXIMA = ("ratio_max", "ratio_min_negated", "deviation", "first_deviation", "parity_max")
 
     def __init__(self, device: torch.device) -> None:
@@ -34,8 +34,8 @@ class UpdateStatistics:
         """Add one micro-batch of update number ``update``: its loss sum [] and clip statistics."""
         parts = {
             "loss": loss_sum,
-            "ratio": clip.ratio_sum,
-            "square": clip.ratio_square_sum,
+            "deviation": clip.deviation_sum,
+            "square": clip.deviation_square_sum,
             "clipped": clip.clipped,
             "kl": clip.approx_kl_sum,
             "cells": torch.tensor(clip.cells),
@@ -74,11 +74,11 @@ class UpdateStatistics:
         total = dict(zip(self._SUMS, sums.tolist(), strict=True))
         peak = dict(zip(self._MAXIMA, maxima.tolist(), strict=True))
         cells = total["cells"]
-        mean = total["ratio"] / cells
+        deviation = total["deviation"] / cells
         return {
             "train/loss": total["loss"] / cells,
-            "train/ratio_mean": mean,
-            "train/ratio_std": math.sqrt(max(total["square"] / cells - mean * mean, 0.0)),
+            "train/ratio_mean": 1.0 + deviation,
+            "train/ratio_std": math.sqrt(max(total["square"] / cells - deviation * deviation, 0.0)),
             "train/ratio_min": -peak["ratio_min_negated"],
             "train/ratio_max": peak["ratio_max"],
             "train/ratio_max_deviation": peak["deviation"],
