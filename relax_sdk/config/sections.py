@@ -111,7 +111,7 @@ class BackendSection(Section):
     )
     resource: Annotated[dict[str, tuple[int, int]], Flag("nodes x devices")] = Field(
         {"actor": (1, 1), "rollout": (1, 1)},
-        description="[1, devices] of each role; a rank is one device or CPU process.",
+        description="[nodes, devices of each node] of each role; a rank is one device or CPU process.",
     )
     collective_timeout_s: Annotated[int, Flag("s")] = Field(
         600, ge=1, description="Longest wait for the other ranks before the run fails."

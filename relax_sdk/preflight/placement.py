@@ -21,12 +21,16 @@ def training_is_synchronous_and_colocated(situation: Situation) -> Iterator[str]
             yield f"{situation.given(path)}: only synchronous training exists; leave it out"
 
 
-def one_node_is_used(situation: Situation) -> Iterator[str]:
-    """Roles are placed on one node."""
-    if any(nodes > 1 for nodes, _ in situation.config.backend.resource.values()):
+def several_nodes_have_a_cluster(situation: Situation) -> Iterator[str]:
+    """A run starts Ray on its own node only; roles on several need a cluster that is there already."""
+    resource = situation.config.backend.resource
+    nodes = {count for count, _ in resource.values()}
+    if len(nodes) > 1:
+        yield f"{situation.given('backend.resource')}: actor and rollout share devices, so they have the same nodes"
+    elif nodes != {1} and not situation.environ.get("RAY_ADDRESS"):
         yield (
-            f"{situation.given('backend.resource')}: several nodes are not supported yet; expected [1, devices] for "
-            "each role"
+            f"{situation.given('backend.resource')}: several nodes need a Ray cluster over them; run `ray start` on "
+            "each, then set RAY_ADDRESS"
         )
 
 
@@ -40,6 +44,11 @@ def engines_tile_the_ranks(situation: Situation) -> Iterator[str]:
         yield (
             f"{situation.given('rollout.rollout_num_gpus_per_engine')}: the actor's {world} ranks are not divisible "
             "by it"
+        )
+    elif (per_node := config.backend.resource["actor"][1]) % size:
+        yield (
+            f"{situation.given('rollout.rollout_num_gpus_per_engine')}: an engine lives on one node, and a node's "
+            f"{per_node} devices are not divisible by it"
         )
     most = situation.engine.max_devices
     if most is not None and size > most:
@@ -109,7 +118,7 @@ def _not_writable(folder: Path, given: str) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     training_is_synchronous_and_colocated,
-    one_node_is_used,
+    several_nodes_have_a_cluster,
     engines_tile_the_ranks,
     offload_has_something_to_move,
     allocator_allows_ipc,

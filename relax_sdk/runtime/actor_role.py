@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import os
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,15 @@ class ActorRole:
         """Node id, and what Ray set ``CUDA_VISIBLE_DEVICES`` to for this rank (empty on a CPU)."""
         on_gpu = self._device.type == "cuda"
         return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"] if on_gpu else ""
+
+    def reads(self, path: str, *, wait_s: float) -> str:
+        """The text of a file, which a shared file system may show a little later; empty when it does not."""
+        deadline = time.monotonic() + wait_s
+        while not Path(path).is_file():
+            if time.monotonic() > deadline:
+                return ""
+            time.sleep(0.2)
+        return Path(path).read_text(encoding="utf-8")
 
     def ping(self) -> tuple[str, int]:
         """Machine and process; it waits its turn behind a running call."""

@@ -1,7 +1,7 @@
 """Ray, the placement group, and the roles: started together, and stopped on every path.
 
-Rank j and engine j share bundle j, and with it one device. Without CUDA the same roles run on CPU processes. Left
-out: several nodes' storage checks.
+A node is one bundle, and its ranks and engines share the bundle's devices. Without CUDA the same roles run on CPU
+processes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from relax_sdk.runtime.observer import Observer
 from relax_sdk.runtime.reaper import reaped_when_killed
 from relax_sdk.runtime.roles import Roles
 from relax_sdk.runtime.rows import RowQueue
+from relax_sdk.runtime.shared_folders import require_shared_folders
 from relax_sdk.runtime.waiting import Loading, sigterm_unwinds
 
 __all__ = ["Cluster", "open_cluster"]
@@ -96,6 +97,10 @@ def open_cluster(config: RunConfig, registry: Registry, *, observer: Observer) -
             timeout_s=_START_TIMEOUT_S,
             waiting=waiting,
         )
+        folders = {"--run-dir": config.run_dir, "--artifact-root": config.artifact_root}
+        if config.artifact_root.is_relative_to(config.run_dir):
+            del folders["--artifact-root"]
+        require_shared_folders(folders, ranks)
         engines = [roles.create_engine(index) for index in range(config.actor_world // roles.ranks_per_engine)]
         control.roles(dict(zip(rank_names(len(ranks)), ranks, strict=True)))
         control.roles(dict(zip(engine_names(len(engines)), engines, strict=True)))
@@ -160,7 +165,8 @@ def _start_ray(config: RunConfig, *, owned: bool) -> None:
     # Ray gives its workers a low priority by default; beside any other busy process the roles, which meet at thread
     # barriers all the time, would then run ten times slower.
     options["_system_config"] = {"worker_niceness": 0}
-    ray.init(num_cpus=cpus, include_dashboard=False, **options)
+    # Without an address Ray would join any cluster that it finds on this machine.
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
 
 
 def _use_gpu(config: RunConfig, *, owned: bool) -> bool:
@@ -183,14 +189,26 @@ def _use_gpu(config: RunConfig, *, owned: bool) -> bool:
 
 
 def _place(config: RunConfig, *, use_gpu: bool) -> Any:
-    bundle = {"CPU": 1.0, "GPU": 1.0} if use_gpu else {"CPU": 1.0}
-    group = placement_group([dict(bundle) for _ in range(config.actor_world)], strategy="PACK")
+    nodes, devices = config.backend.resource["actor"]
+    bundle = {"CPU": float(devices)} | ({"GPU": float(devices)} if use_gpu else {})
+    fitting = sum(
+        node["Alive"] and all(node["Resources"].get(name, 0) >= count for name, count in bundle.items())
+        for node in ray.nodes()
+    )
+    if fitting < nodes:
+        raise ConfigError(
+            f"{nodes} nodes with {bundle} asked for, {fitting} found",
+            where="--resource",
+            expected="at most that many nodes, or fewer devices of each",
+        )
+    # A bundle lies on one node and each on another: ranks of a node follow each other, which collectives like.
+    group = placement_group([dict(bundle) for _ in range(nodes)], strategy="STRICT_SPREAD")
     ready, _ = ray.wait([group.ready()], timeout=_PLACEMENT_TIMEOUT_S)
     if not ready:
         remove_placement_group(group)
         raise RunError(
-            f"Ray could not place {config.actor_world} bundles of {bundle} within {_PLACEMENT_TIMEOUT_S:.0f} s",
+            f"Ray found no {nodes} node{'s' * (nodes > 1)} with {bundle} free, within {_PLACEMENT_TIMEOUT_S:.0f} s",
             where="--resource",
-            expected=f"free resources; the cluster has {ray.available_resources()}",
+            expected=f"free resources; the whole cluster has {ray.available_resources()}",
         )
     return group

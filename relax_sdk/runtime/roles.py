@@ -31,7 +31,8 @@ class Roles:
     def __init__(self, config: RunConfig, registry: Registry, group: Any, *, use_gpu: bool) -> None:
         self._config, self._registry, self._group = config, registry, group
         self._use_gpu = use_gpu
-        self._threads = max(1, available_cores() // config.actor_world)
+        self._devices_per_node = config.backend.resource["actor"][1]
+        self._threads = max(1, available_cores() // self._devices_per_node)
         self._model = registry.model(str(config.model.model_adapter_path))
         self._ranks: list[Any] = []
         self._engines: dict[int, Any] = {}
@@ -108,7 +109,9 @@ class Roles:
     def _device(self) -> Literal["cpu", "cuda"]:
         return "cuda" if self._use_gpu else "cpu"
 
-    def _remote(self, role: type, bundle: int, *, gpus: int) -> Any:
+    def _remote(self, role: type, rank: int, *, gpus: int) -> Any:
+        """A role beside ``rank``: in the bundle of its node."""
+        bundle = rank // self._devices_per_node
         return ray.remote(role).options(
             num_cpus=0.5,
             num_gpus=gpus if self._use_gpu else 0,

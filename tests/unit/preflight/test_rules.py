@@ -57,8 +57,8 @@ BROKEN = [
     ({"lora.dropout": 0.1}, "--lora-dropout is 0.1"),
     ({"lora.target_modules": ["to_q"]}, "--lora-target-modules is ['to_q']"),
     ({"fsdp.param_dtype": "fp32", "weight_sync.wire_dtype": "fp32"}, "give --rollout-engine-dtype fp32"),
-    ({"backend.resource": {"actor": [2, 1], "rollout": [2, 1]}}, "several nodes are not supported yet"),
-    ({"backend.resource": {"actor": [1, 2], "rollout": [2, 1]}}, "several nodes are not supported yet"),
+    ({"backend.resource": {"actor": [2, 1], "rollout": [2, 1]}}, "several nodes need a Ray cluster over them"),
+    ({"backend.resource": {"actor": [1, 2], "rollout": [2, 1]}}, "so they have the same nodes"),
     ({"rollout.eval_prompt_data": ("held/out", "eval.txt")}, "names the set 'held/out'"),
     ({"rollout.eval_prompt_data": ("", "eval.txt")}, "names the set ''"),
     ({"reward.scorer_path": "a.b:C", "reward.component_weights": {"a b": 1}}, "has the component 'a b'"),
@@ -147,6 +147,18 @@ def test_one_broken_rule(run, changes, expected):
         run(changes)
     assert len(caught.value.violations) == 1, caught.value.violations
     assert expected in caught.value.violations[0]
+
+
+def test_several_nodes_need_a_cluster_that_is_there_already(run):
+    two = {"backend.resource": {"actor": [2, 3], "rollout": [2, 3]}}
+    with pytest.raises(PreflightError, match="set RAY_ADDRESS"):
+        run(two)
+    run(two, RAY_ADDRESS="head:6379")
+    with pytest.raises(PreflightError, match="a node's 3 devices are not divisible by it") as caught:
+        run(
+            two | {"rollout.rollout_num_gpus_per_engine": 2, "rollout.rollout_engine": "a.b:C"}, RAY_ADDRESS="head:6379"
+        )
+    assert len(caught.value.violations) == 1
 
 
 def test_all_violations_come_in_one_error(run):
