@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -97,10 +98,7 @@ def open_cluster(config: RunConfig, registry: Registry, *, observer: Observer) -
             timeout_s=_START_TIMEOUT_S,
             waiting=waiting,
         )
-        folders = {"--run-dir": config.run_dir, "--artifact-root": config.artifact_root}
-        if config.artifact_root.is_relative_to(config.run_dir):
-            del folders["--artifact-root"]
-        require_shared_folders(folders, ranks)
+        require_shared_folders(_written_folders(config), ranks)
         engines = [roles.create_engine(index) for index in range(config.actor_world // roles.ranks_per_engine)]
         control.roles(dict(zip(rank_names(len(ranks)), ranks, strict=True)))
         control.roles(dict(zip(engine_names(len(engines)), engines, strict=True)))
@@ -141,6 +139,14 @@ def open_cluster(config: RunConfig, registry: Registry, *, observer: Observer) -
             rows=rows,
             control=control,
         )
+
+
+def _written_folders(config: RunConfig) -> dict[str, Path]:
+    """Where the driver writes what ranks read, by flag."""
+    folders = {"--run-dir": config.run_dir}
+    if not config.artifact_root.is_relative_to(config.run_dir):
+        folders["--artifact-root"] = config.artifact_root
+    return folders
 
 
 def _whole_call(config: RunConfig) -> float:
