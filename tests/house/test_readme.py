@@ -156,3 +156,10 @@ def test_figures_of_the_hand_over_are_the_recorded_ones() -> None:
     assert f"one pinned copy ({result['adapter']['handover'][0]['release_s']:.0f} s, once)" in README
     first = [f"{result[mode]['stream_first_s']:.2f} s" for mode in ("full", "adapter")]
     assert f"takes {first[0]} in full, {first[1]} for the adapter" in " ".join(README.split())
+
+
+def test_the_kills_are_those_recorded() -> None:
+    recorded = json.loads((RESULTS / "kill_roles.json").read_text(encoding="utf-8"))
+    text = " ".join(README.split())
+    assert f"{recorded['clean']} of {recorded['kills']} runs ended clean" in text
+    assert f"the slowest after {recorded['slowest_s']} s" in text

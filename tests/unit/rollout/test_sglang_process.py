@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from fake_sglang_server import ORDERS, answer
+from live_processes import alive, gone_within
 
 from relax_sdk.errors import RolloutError
 from relax_sdk.rollout.sglang import process
@@ -54,21 +55,6 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
     yield make
     for server in all_of_them:
         server.stop()
-
-
-def alive(pid: int) -> bool:
-    """A zombie is not."""
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def gone_within(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not alive(pid)
 
 
 def children_in(log: Path) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from live_processes import alive, gone_within
 
 from relax_sdk.runtime import reaper
 from relax_sdk.runtime.reaper import descendants
@@ -47,20 +48,6 @@ class Driver:
         self.child = int(self.process.stdout.readline())
         (self.reaper,) = set(descendants({self.process.pid})) - {self.child}
         time.sleep(0.7)  # for its signals to be set up, and a look around
-
-
-def alive(pid: int) -> bool:
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def gone_within(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not alive(pid)
 
 
 @pytest.fixture
