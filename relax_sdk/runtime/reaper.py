@@ -58,14 +58,8 @@ def descendants(roots: set[int]) -> dict[int, str]:
     parents: dict[int, int] = {}
     starts: dict[int, str] = {}
     for folder in _PROC.iterdir() if _PROC.is_dir() else ():
-        if folder.name.isdigit():
-            try:
-                # The command in brackets may hold spaces and brackets of its own.
-                state, parent, *fields = (folder / "stat").read_bytes().rpartition(b")")[2].decode().split()
-            except (OSError, ValueError):
-                continue  # it ended meanwhile
-            if state not in "ZX":
-                parents[int(folder.name)], starts[int(folder.name)] = int(parent), fields[17]
+        if folder.name.isdigit() and (process := _parent_and_start(int(folder.name))) is not None:
+            parents[int(folder.name)], starts[int(folder.name)] = process
     found: dict[int, str] = {}
     fresh = roots
     while fresh:
@@ -74,12 +68,19 @@ def descendants(roots: set[int]) -> dict[int, str]:
     return found
 
 
-def _alive(pid: int, start: str) -> bool:
+def _parent_and_start(pid: int) -> tuple[int, str] | None:
+    """None for a process that has ended, also when nobody has waited for it yet."""
     try:
-        state, *fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].decode().split()
+        # The command in brackets may hold spaces and brackets of its own.
+        state, parent, *fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].decode().split()
     except (OSError, ValueError):
-        return False
-    return state not in "ZX" and fields[18] == start
+        return None
+    return None if state in "ZX" else (int(parent), fields[17])
+
+
+def _alive(pid: int, start: str) -> bool:
+    process = _parent_and_start(pid)
+    return process is not None and process[1] == start
 
 
 def _main(driver: int, look_s: float, grace_s: float) -> None:
