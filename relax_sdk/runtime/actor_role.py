@@ -116,7 +116,7 @@ class ActorRole:
 
     def attach_rows(self) -> None:
         """Attach to the run's TransferQueue."""
-        self._rows = RowQueue(self._run_name, start=False)
+        self._rows = RowQueue(self._run_name, start=False, timeout_s=self._timeout_s)
 
     def update(self, rollout_id: int, groups: int, candidates: int) -> UpdateReport:
         """Take the rollout's rows, read its sidecars, train; see `Trainer.update`."""

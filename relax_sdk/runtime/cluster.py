@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 
-from relax_sdk.config import RunConfig, is_chosen
-from relax_sdk.errors import ConfigError, RunError
+from relax_sdk.config import RunConfig
 from relax_sdk.preflight import available_cores
 from relax_sdk.registry import Registry
 from relax_sdk.runtime.actor_group import ActorGroup
@@ -27,6 +25,7 @@ from relax_sdk.runtime.calls import engine_names, rank_names, wait_all
 from relax_sdk.runtime.controller import ControlPlane, open_controller
 from relax_sdk.runtime.fleet import RolloutFleet
 from relax_sdk.runtime.observer import Observer
+from relax_sdk.runtime.placement import place_roles, place_row_queue, uses_gpus
 from relax_sdk.runtime.reaper import reaped_when_killed
 from relax_sdk.runtime.roles import Roles
 from relax_sdk.runtime.rows import RowQueue
@@ -36,7 +35,6 @@ from relax_sdk.runtime.waiting import Loading, sigterm_unwinds
 __all__ = ["Cluster", "open_cluster"]
 
 _START_TIMEOUT_S = 1800.0
-_PLACEMENT_TIMEOUT_S = 120.0
 _CALL_FACTOR = 12
 """A whole wave, scoring or update may take this many times the longest wait inside it, --collective-timeout-s."""
 
@@ -68,7 +66,7 @@ def open_cluster(config: RunConfig, registry: Registry, *, observer: Observer) -
         observer: told what is being waited for.
 
     Raises:
-        ConfigError: the machine has fewer devices than ``--resource`` asks for.
+        ConfigError: the cluster has fewer devices or CPUs than ``--resource`` asks for.
         RunError: a role did not start.
     """
     observer.phase("starting Ray")
@@ -79,11 +77,12 @@ def open_cluster(config: RunConfig, registry: Registry, *, observer: Observer) -
         stack.callback(ray.shutdown)
         _start_ray(config, owned=owned)
         stack.enter_context(sigterm_unwinds())
-        control = stack.enter_context(open_controller(config, run_dir=config.run_dir))
-        use_gpu = _use_gpu(config, owned=owned)
+        use_gpu = uses_gpus(config, owned=owned)
         observer.phase(f"placing roles on {'CUDA' if use_gpu else 'the CPU'}")
-        group = _place(config, use_gpu=use_gpu)
+        group = place_roles(config, use_gpu=use_gpu)
         stack.callback(remove_placement_group, group)
+        queue_place = place_row_queue(config, group)
+        control = stack.enter_context(open_controller(config, run_dir=config.run_dir))
         observer.phase("loading models")
         waiting = Loading(observer, engines=config.run_dir / "engines").tell
         roles = Roles(config, registry, group, use_gpu=use_gpu)
@@ -111,7 +110,8 @@ def open_cluster(config: RunConfig, registry: Registry, *, observer: Observer) -
             waiting=waiting,
         )[0]
         started += [rank.start.remote(address) for rank in ranks]
-        rows = RowQueue(config.run_dir.name, start=True)
+        timeout_s = float(config.backend.collective_timeout_s)
+        rows = RowQueue(config.run_dir.name, start=True, timeout_s=timeout_s, on=queue_place)
         stack.callback(rows.close)
         started += [rank.attach_rows.remote() for rank in ranks]
         names = engine_names(len(engines)) + rank_names(len(ranks)) * 2
@@ -133,12 +133,8 @@ def open_cluster(config: RunConfig, registry: Registry, *, observer: Observer) -
             score_rows=config.reward.batch_size,
             replace=replace,
         )
-        yield Cluster(
-            fleet=fleet,
-            actor=ActorGroup(ranks, timeout_s=_whole_call(config)),
-            rows=rows,
-            control=control,
-        )
+        actor = ActorGroup(ranks, timeout_s=_whole_call(config))
+        yield Cluster(fleet=fleet, actor=actor, rows=rows, control=control)
 
 
 def _written_folders(config: RunConfig) -> dict[str, Path]:
@@ -173,48 +169,3 @@ def _start_ray(config: RunConfig, *, owned: bool) -> None:
     options["_system_config"] = {"worker_niceness": 0}
     # Without an address Ray would join any cluster that it finds on this machine.
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
-
-
-def _use_gpu(config: RunConfig, *, owned: bool) -> bool:
-    """CUDA when there is any: then every rank needs a device of its own."""
-    available = int(ray.cluster_resources().get("GPU", 0))
-    if available == 0:
-        return False
-    if owned and torch.cuda.device_count() == 0:
-        return False
-    if available < config.actor_world and not is_chosen(config.provenance, "backend.resource"):
-        # The user did not ask for these devices: a preset that fits a CPU runs there.
-        return False
-    if available < config.actor_world:
-        raise ConfigError(
-            f"{config.actor_world} devices asked for, {available} found",
-            where="--resource",
-            expected=f'at most {available}, e.g. {{"actor": [1, {available}], "rollout": [1, {available}]}}',
-        )
-    return True
-
-
-def _place(config: RunConfig, *, use_gpu: bool) -> Any:
-    nodes, devices = config.backend.resource["actor"]
-    bundle = {"CPU": float(devices)} | ({"GPU": float(devices)} if use_gpu else {})
-    fitting = sum(
-        node["Alive"] and all(node["Resources"].get(name, 0) >= count for name, count in bundle.items())
-        for node in ray.nodes()
-    )
-    if fitting < nodes:
-        raise ConfigError(
-            f"{nodes} nodes with {bundle} asked for, {fitting} found",
-            where="--resource",
-            expected="at most that many nodes, or fewer devices of each",
-        )
-    # A bundle lies on one node and each on another: ranks of a node follow each other, which collectives like.
-    group = placement_group([dict(bundle) for _ in range(nodes)], strategy="STRICT_SPREAD")
-    ready, _ = ray.wait([group.ready()], timeout=_PLACEMENT_TIMEOUT_S)
-    if not ready:
-        remove_placement_group(group)
-        raise RunError(
-            f"Ray found no {nodes} node{'s' * (nodes > 1)} with {bundle} free, within {_PLACEMENT_TIMEOUT_S:.0f} s",
-            where="--resource",
-            expected=f"free resources; the whole cluster has {ray.available_resources()}",
-        )
-    return group

@@ -6,9 +6,10 @@ keys and never by waiting for it.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -22,9 +23,17 @@ from tensordict.tensorclass import NonTensorStack
 
 from relax_sdk.errors import RunError
 from relax_sdk.protocols import TrainRow
+from relax_sdk.runtime.bounded import bounded
 
-__all__ = ["RowQueue"]
+__all__ = ["ROW_QUEUE_CPUS", "RowQueue"]
 
+ROW_QUEUE_CPUS = 2
+"""TransferQueue's two actors take one each."""
+_START_TIMEOUT_S = 120.0
+_CLOSE_TIMEOUT_S = 30.0
+_CONTROLLER = "TransferQueueController"
+_STORAGE = "TransferQueueStorageUnit#0"
+_T = TypeVar("_T")
 _REWARD = "reward."
 _TEXTS = ("sidecar", "sampling_fingerprint", "weight_manifest_hash")
 
@@ -32,15 +41,25 @@ _TEXTS = ("sidecar", "sampling_fingerprint", "weight_manifest_hash")
 class RowQueue:
     """One run's rows. The process that starts the queue also closes it; others attach.
 
+    TransferQueue itself waits for ever where one of its actors cannot be placed or dies; nothing here does.
+
     Args:
         run_name: part of every partition's name.
         start: start the queue's actors (driver), or attach to them (ranks).
+        timeout_s: for each operation later on.
+        on: a Ray resource that only nodes with `ROW_QUEUE_CPUS` free have; without, the first node must.
+
+    Raises:
+        RunError: the cluster runs a queue already, or this one did not start.
     """
 
-    def __init__(self, run_name: str, *, start: bool) -> None:
+    def __init__(self, run_name: str, *, start: bool, timeout_s: float, on: str | None = None) -> None:
         self._run_name = run_name
         self._owner = start
-        conf = OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}) if start else None
+        self._timeout_s = timeout_s
+        self._actors: dict[str, Any] = {}
+        storage = {"num_data_storage_units": 1} | ({"required_node_resource": on} if on else {})
+        conf = OmegaConf.create({"backend": {"SimpleStorage": storage}}) if start else None
         if start and _queue_exists():
             raise RunError(
                 "this Ray cluster already runs a TransferQueue, which serves one run at a time",
@@ -48,7 +67,21 @@ class RowQueue:
                 expected="a cluster without another run",
                 next_step="wait for the other run to end, or unset RAY_ADDRESS to start a cluster of your own",
             )
-        transfer_queue.init(conf)
+        try:
+            self._bounded(
+                "starting the row queue" if start else "attaching to the row queue",
+                lambda: transfer_queue.init(conf),
+                timeout_s=_START_TIMEOUT_S,
+                expected=f"{ROW_QUEUE_CPUS} CPUs of {f'a node with {on}' if on else 'the cluster'} that nobody holds",
+                give_up=_kill_queue if start else None,
+            )
+        except RunError:
+            self.close()
+            raise
+        self._actors = {
+            "TransferQueue's controller": ray.get_actor(_CONTROLLER, namespace="transfer_queue"),
+            "TransferQueue's storage": ray.get_actor(_STORAGE),
+        }
 
     def put(self, rows: Sequence[TrainRow]) -> None:
         """Store the rows of one rollout.
@@ -75,7 +108,8 @@ class RowQueue:
             },
             batch_size=[len(rows)],
         )
-        transfer_queue.kv_batch_put(keys=keys, partition_id=self._partition(rollout_id), fields=fields)
+        partition = self._partition(rollout_id)
+        self._bounded("putting rows", lambda: transfer_queue.kv_batch_put(keys, partition, fields))
 
     def take(self, rollout_id: int, *, groups: int, candidates: int) -> list[TrainRow]:
         """Read all rows of a rollout, in (group, slot) order.
@@ -89,7 +123,8 @@ class RowQueue:
         """
         partition = self._partition(rollout_id)
         expected = [_key(group, slot) for group in range(groups) for slot in range(candidates)]
-        present = set(transfer_queue.kv_list(partition).get(partition, {}))
+        listed = self._bounded("listing rows", lambda: transfer_queue.kv_list(partition))
+        present = set(listed.get(partition, {}))
         lost, extra = sorted(set(expected) - present), sorted(present - set(expected))
         if lost or extra:
             raise RunError(
@@ -98,7 +133,7 @@ class RowQueue:
                 where="TransferQueue",
                 expected=f"{groups} groups x {candidates} candidates",
             )
-        data: Any = transfer_queue.kv_batch_get(keys=expected, partition_id=partition)
+        data: Any = self._bounded("reading rows", lambda: transfer_queue.kv_batch_get(expected, partition))
         columns = {name: data[name].tolist() for name in data.keys()}  # noqa: SIM118 - a TensorDict is no mapping
         return [
             TrainRow(
@@ -120,12 +155,25 @@ class RowQueue:
     def clear(self, rollout_id: int, *, groups: int, candidates: int) -> None:
         """Remove a rollout's rows once every rank has trained on them."""
         keys = [_key(group, slot) for group in range(groups) for slot in range(candidates)]
-        transfer_queue.kv_clear(keys=keys, partition_id=self._partition(rollout_id))
+        self._bounded("removing rows", lambda: transfer_queue.kv_clear(keys, self._partition(rollout_id)))
 
     def close(self) -> None:
-        """Detach; the owner also stops the queue's actors."""
+        """Detach; the owner also stops the queue's actors. What stays behind ends with the run's processes."""
         if self._owner:
-            transfer_queue.close()
+            self._owner = False
+            self._actors = {}
+            with contextlib.suppress(RunError):
+                self._bounded("closing the row queue", transfer_queue.close, timeout_s=_CLOSE_TIMEOUT_S)
+
+    def _bounded(self, what: str, call: Callable[[], _T], *, timeout_s: float | None = None, **further: Any) -> _T:
+        return bounded(
+            call,
+            what=what,
+            where="TransferQueue",
+            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            actors=self._actors,
+            **further,
+        )
 
     def _partition(self, rollout_id: int) -> str:
         return f"{self._run_name}/rollout_{rollout_id:07d}"
@@ -133,10 +181,17 @@ class RowQueue:
 
 def _queue_exists() -> bool:
     try:
-        ray.get_actor("TransferQueueController", namespace="transfer_queue")
+        ray.get_actor(_CONTROLLER, namespace="transfer_queue")
     except ValueError:
         return False
     return True
+
+
+def _kill_queue() -> None:
+    """End the queue's actors, placed or not: whoever waits for them hears of it."""
+    for name, namespace in ((_CONTROLLER, "transfer_queue"), (_STORAGE, None)):
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(name, namespace=namespace))
 
 
 def _key(group: int, slot: int) -> str:

@@ -24,8 +24,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def queue() -> Iterator[RowQueue]:
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
-    made = RowQueue("run", start=True)
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    made = RowQueue("run", start=True, timeout_s=30.0)
     yield made
     made.close()
     ray.shutdown()
@@ -81,5 +81,5 @@ def test_two_rows_for_one_candidate_are_refused(queue: RowQueue) -> None:
 
 def test_a_second_run_on_the_same_cluster_is_refused(queue: RowQueue) -> None:
     with pytest.raises(RunError, match="serves one run at a time"):
-        RowQueue("other", start=True)
+        RowQueue("other", start=True, timeout_s=30.0)
     assert transfer_queue.kv_list() is not None  # the first run's queue is still there

@@ -342,8 +342,10 @@ def test_a_killed_owner_takes_its_server_along_and_a_blind_one_is_named(
     assert not named(blind, found)
     assert alive(child)
 
-    # Not waited for: until its parent does, the owner is a zombie, and gone all the same.
+    # Not waited for: until its parent does, the owner is a zombie, and gone all the same. It closes its end of the
+    # servers' pipe a moment before it is one.
     started.kill()
+    assert gone_within(started.pid, 5)
     assert gone_within(watching, 5)
     assert gone_within(child, 5)
     assert alive(blind)
