@@ -14,16 +14,12 @@ from runs import Run, Running, processes_named, processes_of
 Train = Callable[..., Run]
 
 
-@pytest.mark.parametrize(
-    ("scorer", "expected"),
-    [("NanScorer", "nan for group 0, candidate 3"), ("ShortScorer", "7 values of 'brightness' for 8 rows")],
-)
-def test_a_reward_that_cannot_train(train: Train, mark: str, scorer: str, expected: str) -> None:
-    run = train("--reward", f"scorers:{scorer}",
+def test_a_reward_that_cannot_train(train: Train, mark: str) -> None:
+    run = train("--reward", "scorers:NanScorer",
                 "--reward-required-components", '["brightness"]')  # fmt: skip
     assert run.code == 1
-    assert expected in run.stderr
-    assert f"reward 'scorers:{scorer}'" in run.stderr
+    assert "nan for group 0, candidate 3" in run.stderr
+    assert "reward 'scorers:NanScorer'" in run.stderr
     assert "Traceback" not in run.stderr
     assert run.stderr.count("error:") == 1
     assert processes_of(mark) == []

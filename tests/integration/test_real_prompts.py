@@ -1,4 +1,4 @@
-"""Prompts as people write them: long, in many scripts, with quotes and line noise; each file runs a full round."""
+"""Prompts as people write them: long, in many scripts, with quotes and line noise."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from runs import Run
+
+from relax_sdk.data import load_prompts
 
 Train = Callable[..., Run]
 
@@ -21,25 +22,22 @@ WRITTEN_HERE = (
     "  two  spaces   and a tab\tinside ",
     "cafe\u0301 with a combining accent",
 )
-EXTRA = "TEST_PROMPT_FILES"
+FILES = "TEST_PROMPT_FILES"
 """Further prompt files, e.g. a benchmark's own, separated by the system's path separator."""
-FILES = [Path(name) for name in os.environ.get(EXTRA, "").split(os.pathsep) if name]
+TAKEN = 8
+"""Prompts of each of them."""
 
 
-def prompt_files() -> list[Path | None]:
-    """The prompts above (None), and every given file."""
-    return [None, *FILES]
-
-
-@pytest.mark.parametrize("given", prompt_files(), ids=lambda path: path.stem if path else "many_scripts")
-def test_a_round_and_an_update(train: Train, tmp_path: Path, given: Path | None) -> None:
-    path = given or tmp_path / "prompts.txt"
-    if given is None:
-        path.write_text("\n".join(WRITTEN_HERE) + "\n", encoding="utf-8")
-    run = train("--prompt-data", str(path), "--rollout-batch-size", "4")
+def test_a_round_and_an_update_with_each(train: Train, tmp_path: Path) -> None:
+    prompts = list(WRITTEN_HERE)
+    for name in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
+        prompts += [record.prompt for record in load_prompts(name, task="t2i")[:TAKEN]]
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    rounds = len(prompts) // 4
+    run = train("--prompt-data", str(path), "--rollout-batch-size", "4", "--num-rollout", str(rounds))
     assert run.code == 0, run.stderr
-    assert run.series("reward/num_groups") == [4, 4]
-    assert run.series("train/optimizer_steps") == [2.0, 4.0]
-    assert run.series("train/first_update_ratio_max_deviation") == [0.0, 0.0]
-    if given is None:
-        assert sum(run.series("reward/truncated_prompts")) >= 1  # the poster has more than CLIP's 77 tokens
+    assert run.series("reward/num_groups") == [4] * rounds
+    assert run.series("train/optimizer_steps") == [2.0 * (round + 1) for round in range(rounds)]
+    assert run.series("train/first_update_ratio_max_deviation") == [0.0] * rounds
+    assert sum(run.series("reward/truncated_prompts")) >= 1  # the poster has more than CLIP's 77 tokens

@@ -11,7 +11,6 @@ from ray.cluster_utils import Cluster
 from runs import HERE, MARK, Run, processes_of
 
 Train = Callable[..., Run]
-ONE_NODE = '{"actor": [1, 2], "rollout": [1, 2]}'
 TWO_NODES = '{"actor": [2, 1], "rollout": [2, 1]}'
 
 
@@ -34,17 +33,17 @@ def address() -> Iterator[str]:
     assert processes_of(mark) == []
 
 
-def test_two_nodes_train_as_two_ranks_of_one(train: Train, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    together = train("--resource", ONE_NODE, name="together")
-    assert together.code == 0, together.stderr
+def test_two_nodes_train_as_two_ranks_of_one(
+    two_ranks: Run, train: Train, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
-    apart = train("--resource", TWO_NODES, name="apart")
+    apart = train("--resource", TWO_NODES)
     assert apart.code == 0, apart.stderr
     # The ranks have more threads here, which round differently, in bf16 from the second rollout on. The loss is a sum
     # of terms near 1 that cancel: it is known to the float32 rounding of these.
-    assert apart.series("train/loss") == pytest.approx(together.series("train/loss"), rel=0, abs=2 * 2**-23)
+    assert apart.series("train/loss") == pytest.approx(two_ranks.series("train/loss"), rel=0, abs=2 * 2**-23)
     for name in ("train/grad_norm", "reward/pickscore_mean", "train/policy_version"):
-        assert apart.series(name) == pytest.approx(together.series(name), rel=1e-3), name
+        assert apart.series(name) == pytest.approx(two_ranks.series(name), rel=1e-3), name
     assert len(apart.series("train/loss")) == 2
 
 

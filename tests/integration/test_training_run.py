@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from PIL import Image
-from runs import Run, processes_of
+from runs import Run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from relax_sdk.rollout import read_sidecar
@@ -16,13 +16,11 @@ Train = Callable[..., Run]
 TIMES = ("perf/", "reward/score_")
 
 
-def test_a_run_leaves_its_folder_and_no_process(train: Train, mark: str) -> None:
-    run = train("--artifact-retention-rollouts", "1")
-    assert run.code == 0, run.stderr
+def test_a_run_leaves_its_folder(plain: Run) -> None:
+    run = plain
     assert run.stdout.strip() == str(run.run_dir)
     assert "Traceback" not in run.stderr
     assert [line.split()[1] for line in run.stderr.splitlines() if line.startswith("rollout ")] == ["1/2", "2/2"]
-    assert processes_of(mark) == []
 
     recipe = json.loads((run.run_dir / "recipe.json").read_text())
     assert recipe["config"]["rollout"]["global_batch_size"] == 8
@@ -52,22 +50,20 @@ def test_a_run_leaves_its_folder_and_no_process(train: Train, mark: str) -> None
     assert run.series("eval/few/pickscore_delta_mean") != [0.0]
 
 
-def test_two_runs_with_one_seed_are_identical(train: Train) -> None:
-    first, second = train(name="first"), train(name="second")
-    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+def test_two_runs_with_one_seed_are_identical(plain: Run, train: Train) -> None:
+    again = train()
+    assert again.code == 0, again.stderr
     timeless = [
         [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in run.records()]
-        for run in (first, second)
+        for run in (plain, again)
     ]
     assert timeless[0] == timeless[1]
     assert len(timeless[0]) == 4  # an evaluation, two rollouts, an evaluation
 
 
-def test_two_ranks_train_as_one(train: Train) -> None:
+def test_two_ranks_train_as_one(plain: Run, two_ranks: Run) -> None:
     """Same candidates from two engines as from one, same loss, same update."""
-    one = train(name="one")
-    two = train("--resource", '{"actor": [1, 2], "rollout": [1, 2]}', name="two")
-    assert (one.code, two.code) == (0, 0), one.stderr + two.stderr
+    one, two = plain, two_ranks
     # The loss is a mean of terms of the size of an advantage, about 1, that all but cancel; it is compared to float32's
     # rounding of those terms.
     assert two.series("train/loss") == pytest.approx(one.series("train/loss"), abs=3e-7)

@@ -33,13 +33,6 @@ class NanScorer(_Brightness):
         return RewardScores(components={"brightness": tuple(values)})
 
 
-class ShortScorer(_Brightness):
-    """One score too few for a rollout; the shorter evaluation passes."""
-
-    def score(self, batch: RewardBatch) -> RewardScores:
-        return RewardScores(components={"brightness": tuple(self.values(batch)[:7])})
-
-
 class ConstantScorer(_Brightness):
     """Every image is as good as every other."""
 
