@@ -3,10 +3,10 @@
     python benchmarks/kill_roles.py --times 20 --seed 1
     python benchmarks/kill_roles.py --times 4 --engine sglang
 
-Each time a small demonstration run is started, a role is drawn (a rank of the actor, a rollout engine's role, the
-driver; with SGLang its server too), and killed at a moment drawn uniformly between the start of the roles and a few
-rollouts later. A run has to end within 60 s of the kill, with one error (the driver cannot tell one), and without a
-process left. Writes ``benchmarks/results/kill_roles.json``.
+Each time a small demonstration run is started, a role is drawn (a rank of the actor, a rollout engine's role, the row
+queue's controller or its storage, the driver; with SGLang its server too), and killed at a moment drawn uniformly
+between the start of the roles and a few rollouts later. A run has to end within 60 s of the kill, with one error (the
+driver cannot tell one), and without a process left. Writes ``benchmarks/results/kill_roles.json``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ from runs import Running, processes_named, processes_of
 from relax_sdk.files import write_text_atomically
 
 RESULT = Path(__file__).parent / "results" / "kill_roles.json"
-ROLES = {"actor rank": "ray::ActorRole", "rollout engine": "ray::RolloutRole", "driver": "relax_sdk"}
+ROLES = {
+    "actor rank": "ray::ActorRole",
+    "rollout engine": "ray::RolloutRole",
+    "row queue": "ray::TransferQueueController",
+    "row storage": "ray::SimpleStorageUnit",
+    "driver": "relax_sdk",
+}
 SERVER = {"SGLang server": "sgl_diffusion::scheduler"}
 LIMIT_S = 60.0
 

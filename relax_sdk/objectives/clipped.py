@@ -15,6 +15,8 @@ class ClipStatistics:
     """Health of one clipped update over its cells; plain tensors of shape [], detached.
 
     Attributes:
+        loss_sum: the loss again, in float64 from the float32 log-probabilities: its terms are of the size of an
+            advantage and all but cancel, which leaves rounding where they are added up in float32.
         deviation_sum, deviation_square_sum: of rho - 1, for mean and std of rho over cells; float64, and around 1,
             because policy steps move rho by 1e-4, whose square a float32 near 1 does not hold.
         ratio_min, ratio_max: extremes of rho.
@@ -25,6 +27,7 @@ class ClipStatistics:
         cells: how many cells.
     """
 
+    loss_sum: Tensor
     deviation_sum: Tensor
     deviation_square_sum: Tensor
     ratio_min: Tensor
@@ -77,7 +80,9 @@ def grpo_clip_loss(
     with torch.no_grad():
         r, exact = ratio.detach(), log_ratio.detach().double()
         deviation = torch.expm1(exact)
+        exact_clipped = torch.clamp(1 + deviation, 1 - eps_clip, 1 + high)
         statistics = ClipStatistics(
+            loss_sum=torch.maximum(-advantage.double() * (1 + deviation), -advantage.double() * exact_clipped).sum(),
             deviation_sum=deviation.sum(),
             deviation_square_sum=deviation.square().sum(),
             ratio_min=r.min(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from relax_sdk.control import pulse
 from relax_sdk.errors import TrainingError
@@ -78,6 +78,8 @@ class ActorRole:
         self._rank, self._world = rank, world
         self._settings, self._sync = settings, sync
         self._run_name, self._timeout_s = run_name, timeout_s
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._store: TCPStore | None = None
         self._model = model
         # Ray shows a rank its own device only, so it is number 0.
         self._device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
@@ -86,25 +88,30 @@ class ActorRole:
         self._trainer: Trainer | None = None
         self._rows: RowQueue | None = None
 
-    def master_address(self) -> str:
-        """``tcp://host:port`` on this rank's node, for the process group; asked of rank 0 only."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        return f"tcp://{ray.util.get_node_ip_address()}:{port}"
+    def open_store(self) -> tuple[str, int]:
+        """Open the store where the ranks find each other, on this rank's node; asked of rank 0 only.
 
-    def start(self, address: str) -> None:
+        Returns:
+            Its host and the port that it listens on, which is free because the system chose it.
+        """
+        host = ray.util.get_node_ip_address()
+        self._store = TCPStore(host, 0, self._world, is_master=True, timeout=self._timeout, wait_for_workers=False)
+        return host, self._store.port
+
+    def start(self, host: str, port: int) -> None:
         """Join the process group and load the model; errors of either arrive whole, as a constructor's would not."""
+        if self._store is None:
+            self._store = TCPStore(host, port, self._world, is_master=False, timeout=self._timeout)
         self._adapter = self._model.load()()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         dist.init_process_group(
             # gloo beside NCCL: with CPU offload the gradient norm is reduced over host tensors.
             "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
-            init_method=address,
+            store=self._store,
             rank=self._rank,
             world_size=self._world,
-            timeout=datetime.timedelta(seconds=self._timeout_s),
+            timeout=self._timeout,
         )
         self._groups = ControlGroups.create(
             rank=self._rank,

@@ -32,7 +32,7 @@ def wait_all(
     what: str,
     names: Sequence[str],
     timeout_s: float,
-    waiting: Callable[[list[str], float], None] | None = None,
+    waiting: Callable[[list[str]], None] | None = None,
 ) -> list[Any]:
     """Results in order; the first call that fails ends the wait, while the others may still hang on it.
 
@@ -41,7 +41,7 @@ def wait_all(
         what: the operation, for messages, e.g. ``"update"``.
         names: the role behind each call.
         timeout_s: for all of them together.
-        waiting: told about once a second who has not answered yet, and after how many seconds.
+        waiting: told about once a second who has not answered yet.
 
     Raises:
         RelaxError: a role's own error, as it was raised there.
@@ -59,7 +59,7 @@ def wait_all(
         if not done:
             late = list(dict.fromkeys(name_of[ref] for ref in pending))
             if left_s > _TELL_EVERY_S and waiting is not None:
-                waiting(late, time.monotonic() - started)
+                waiting(late)
                 continue
             raise RunError(f"{what} did not finish within {timeout_s:.0f} s", where=f"waiting for {', '.join(late)}")
         try:

@@ -102,14 +102,14 @@ def open_cluster(config: RunConfig, registry: Registry, *, observer: Observer) -
         control.roles(dict(zip(rank_names(len(ranks)), ranks, strict=True)))
         control.roles(dict(zip(engine_names(len(engines)), engines, strict=True)))
         started = [engine.start.remote() for engine in engines]
-        address = wait_all(
-            [ranks[0].master_address.remote()],
+        host, port = wait_all(
+            [ranks[0].open_store.remote()],
             what="start",
             names=["actor rank 0"],
             timeout_s=_START_TIMEOUT_S,
             waiting=waiting,
         )[0]
-        started += [rank.start.remote(address) for rank in ranks]
+        started += [rank.start.remote(host, port) for rank in ranks]
         timeout_s = float(config.backend.collective_timeout_s)
         rows = RowQueue(config.run_dir.name, start=True, timeout_s=timeout_s, on=queue_place)
         stack.callback(rows.close)

@@ -58,7 +58,7 @@ class Loading:
         self._started = time.monotonic()
         self._next_s = _FIRST_LINE_S
 
-    def tell(self, names: list[str], _seconds: float) -> None:
+    def tell(self, names: list[str]) -> None:
         """Roles ``names`` have not answered yet."""
         text = ", ".join(names)
         self._observer.phase(f"loading models: {text}")

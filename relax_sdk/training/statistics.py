@@ -30,10 +30,10 @@ class UpdateStatistics:
         floor = torch.tensor(-math.inf, dtype=torch.float64, device=device)
         self._maxima = {name: floor.clone() for name in self._MAXIMA}
 
-    def add_micro_batch(self, update: int, loss_sum: Tensor, clip: ClipStatistics) -> None:
-        """Add one micro-batch of update number ``update``: its loss sum [] and clip statistics."""
+    def add_micro_batch(self, update: int, clip: ClipStatistics) -> None:
+        """Add one micro-batch of update number ``update``."""
         parts = {
-            "loss": loss_sum,
+            "loss": clip.loss_sum,
             "deviation": clip.deviation_sum,
             "square": clip.deviation_square_sum,
             "clipped": clip.clipped,

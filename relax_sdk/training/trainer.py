@@ -222,7 +222,7 @@ class Trainer:
                 )
             # Every micro-batch adds its cells' share of one mean, so their number does not change the gradient.
             torch.autograd.backward(loss / cells)
-            statistics.add_micro_batch(index, loss.detach(), clip)
+            statistics.add_micro_batch(index, clip)
         if self._degenerate(groups, update):
             # AdamW moves weights by momentum and decay even on a zero gradient; no signal means no step.
             statistics.skips += len(update)

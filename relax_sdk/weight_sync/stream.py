@@ -84,8 +84,6 @@ class StreamedSync:
                 marks.append(time.perf_counter())
                 assert buffer, "without a buffer the ranks do not agree"
                 assert plan
-                # Every receiver has it open.
-                buffer.unlink()
                 rank.send(named_tensors, buffer, plan)
                 rank.agree()
                 marks.append(time.perf_counter())

@@ -1,6 +1,7 @@
 """The double buffer that a weight sync sends through: memory of one process that others on the machine open.
 
-On CUDA it is device memory opened by IPC handle, on a CPU a memory-mapped file. `SendBuffer` owns it and gives out a
+On CUDA it is device memory opened by IPC handle, on a CPU a mapped file without a name, which nothing can leave behind.
+`SendBuffer` owns it and gives out a
 `BufferHandle`; `OpenBuffer` is the other end. What lies in the slots, and when they may be written, is the business of
 the weight sync. Left out: other machines, and peer access between devices (a receiver opens the buffer of its own).
 """
@@ -11,8 +12,6 @@ import base64
 import contextlib
 import mmap
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -27,7 +26,7 @@ __all__ = ["OpenBuffer", "SendBuffer", "buffer_for"]
 
 _ALIGNMENT = 512
 """Slots start at multiples of this many bytes, as the allocator's own blocks do."""
-_SHARED_MEMORY = Path("/dev/shm")
+_MEMORY_NAME = "relax-weights"
 _SHARED_FIELDS = (
     "handle",
     "storage_bytes",
@@ -58,7 +57,7 @@ class SendBuffer:
         """A buffer of ``slots`` times ``slot_bytes`` (rounded up to 512), given back when the block ends.
 
         By then no receiver may read it: on CUDA its memory goes back to this process's allocator, which keeps it for
-        the next sync until ``torch.cuda.empty_cache()``; a CPU's file is unlinked.
+        the next sync until ``torch.cuda.empty_cache()``; on a CPU it goes back to the system.
 
         Args:
             device: where the memory is.
@@ -66,8 +65,8 @@ class SendBuffer:
             slots: how many.
 
         Raises:
-            WeightSyncError: no folder has room for the file.
-            torch.OutOfMemoryError: the device has not.
+            WeightSyncError: the system has no memory for it.
+            torch.OutOfMemoryError: the device has none.
         """
         slot_bytes = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
         make = _cuda_buffer if device.type == "cuda" else _file_buffer
@@ -88,11 +87,6 @@ class SendBuffer:
         """Wait until everything written so far can be read by another process."""
         if self._memory is not None and self._memory.is_cuda:
             torch.cuda.synchronize(self._memory.device)
-
-    def unlink(self) -> None:
-        """Take the file's name away early, once every receiver has it open: then not even a kill leaves it."""
-        if self.handle.kind == "file":
-            Path(self.handle.address["path"]).unlink(missing_ok=True)
 
 
 class OpenBuffer:
@@ -166,47 +160,32 @@ def buffer_for(handles: Sequence[BufferHandle], device: torch.device) -> BufferH
 @contextlib.contextmanager
 def _file_buffer(device: torch.device, slot_bytes: int, slots: int) -> Iterator[tuple[Tensor, BufferHandle]]:
     size = slot_bytes * slots
-    path, memory = _create_file(size)
-    try:
-        yield memory, BufferHandle(kind="file", slots=slots, slot_bytes=slot_bytes, address={"path": str(path)})
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _create_file(size: int) -> tuple[Path, Tensor]:
-    """A new mapped file in the first folder with room; its blocks are reserved, so that writing cannot fail later."""
-    refusals = []
-    for folder in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
-        with contextlib.ExitStack() as undo:
-            try:
-                if shutil.disk_usage(folder).free < size:
-                    raise OSError(f"{shutil.disk_usage(folder).free} bytes free")
-                descriptor, name = tempfile.mkstemp(prefix="relax-weights-", dir=folder)
-                undo.callback(Path(name).unlink)
-                try:
-                    os.posix_fallocate(descriptor, 0, size)
-                    memory = _mapped(descriptor, size)
-                finally:
-                    os.close(descriptor)
-            except OSError as error:
-                refusals.append(f"{folder}: {error.strerror or error}")
-                continue
-            undo.pop_all()
-            return Path(name), memory
-    raise WeightSyncError(
-        f"no room for a send buffer of {size} bytes: {'; '.join(refusals)}",
-        expected="a folder with that much free, or a smaller --weight-sync-bucket-size-mb",
-    )
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = os.memfd_create(_MEMORY_NAME)
+            stack.callback(os.close, descriptor)
+            # Its pages are reserved, so that writing cannot fail later.
+            os.posix_fallocate(descriptor, 0, size)
+            memory = _mapped(descriptor, size)
+        except OSError as error:
+            raise WeightSyncError(
+                f"no memory for a send buffer of {size} bytes: {error.strerror}",
+                expected="that much free, or a smaller --weight-sync-bucket-size-mb",
+            ) from error
+        # Another process of the same user reaches the file through the descriptor, while that is open.
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        yield memory, BufferHandle(kind="file", slots=slots, slot_bytes=slot_bytes, address={"path": path})
 
 
 def _open_file(handle: BufferHandle) -> Tensor:
-    size = handle.slots * handle.slot_bytes
-    # torch's own mapping of files would create one that is missing, and read zeros.
-    descriptor = os.open(handle.address["path"], os.O_RDWR)
+    size, path = handle.slots * handle.slot_bytes, handle.address["path"]
+    descriptor = os.open(path, os.O_RDWR)
     try:
         found = os.fstat(descriptor).st_size
-        if found != size:
-            raise ValueError(f"the file has {found} bytes, expected {size}")
+        # The descriptor's number may have been given to another file since.
+        name = str(Path(path).readlink())
+        if not name.startswith(f"/memfd:{_MEMORY_NAME} ") or found != size:
+            raise ValueError(f"it is {name} of {found} bytes, expected {size}")
         return _mapped(descriptor, size)
     finally:
         os.close(descriptor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -68,6 +69,11 @@ def processes_of(mark: str) -> list[int]:
     return found
 
 
+def _hear_interrupts() -> None:
+    """As at a terminal: what a shell starts in the background ignores them, and so would everything that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Running:
     """A `relax-sdk train` under way, in a process group of its own; ended with the block."""
 
@@ -81,6 +87,7 @@ class Running:
                 stderr=stderr,
                 env=environment(mark),
                 start_new_session=True,
+                preexec_fn=_hear_interrupts,
             )
 
     def __enter__(self) -> Running:

@@ -98,6 +98,11 @@ class SGLangNativeGenerationEngine:
         )
         self._client = self._server.start(limit_s=_START_LIMIT_S)
         self.policy_version, self._invalid, self._begun, self._gone = 0, None, False, None
+        try:
+            self._require_own_server()
+        except BaseException:
+            self.shutdown()
+            raise
 
     def shutdown(self) -> None:
         """Stop the server and everything it started. Safe to call twice."""
@@ -192,6 +197,16 @@ class SGLangNativeGenerationEngine:
             )
             items += decode_tensors(self._guarded(operator.methodcaller("generate", body)))
         return rollout_response(request, items, adapter=self._adapter, dtype=self._settings.dtype)
+
+    def _require_own_server(self) -> None:
+        """Its port was free when it was chosen; another server could have taken it before ours did."""
+        found = self.state().get("session")
+        if found != str(self._settings.work_dir):
+            raise RolloutError(
+                f"the server that answers is of {found!r}, not of {str(self._settings.work_dir)!r}",
+                where="starting the rollout engine",
+                next_step="start again: another program took the port that was chosen",
+            )
 
     def _control(self, operation: str, **values: Any) -> dict[str, Any]:
         answer: dict[str, Any] = self._guarded(lambda client: client.control(operation, **values))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
+import re
 import signal
 import socket
 import subprocess
@@ -28,19 +30,38 @@ _POLL_S = 0.25
 _TERM_GRACE_S = 1.5
 _KILL_GRACE_S = 30.0
 _LEADER_GRACE_S = 3.0
+_STARTS = 3
+_FIRST_PORT = 20_000
+"""Ray's workers listen below, on 10002 to 19999."""
+_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_USUAL_FIRST_OUTGOING = 32_768
+_PORT_TAKEN = re.compile(rb"address already in use|EADDRINUSE|is unavailable and --strict-ports", re.IGNORECASE)
 _LOG_LINES, _LOG_BYTES = 25, 20_000
 _LAUNCHER = "from sglang.cli.main import main; main()"
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct free ports of the loopback interface; all are held while they are looked for."""
-    with contextlib.ExitStack() as stack:
-        ports = []
-        for _ in range(count):
-            probe = stack.enter_context(socket.socket())
-            probe.bind(("127.0.0.1", 0))
-            ports.append(int(probe.getsockname()[1]))
-        return ports
+    """Distinct free ports of the loopback interface, below those that the system gives to outgoing connections.
+
+    A server loads for a minute or more before it listens, while Ray's processes open connections all the time. The
+    port after each is free too: SGLang's broker takes the one after its HTTP port.
+    """
+    try:
+        first_outgoing = int(_OUTGOING_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first_outgoing = _USUAL_FIRST_OUTGOING
+    candidates = list(range(_FIRST_PORT, first_outgoing - 1, 2)) or list(range(_FIRST_PORT, 2**16, 2))
+    random.SystemRandom().shuffle(candidates)
+    ports: list[int] = []
+    while len(ports) < count:
+        if not candidates:
+            raise RolloutError(f"no {count} free ports from {_FIRST_PORT} on", where="starting the rollout engine")
+        port = candidates.pop()
+        with contextlib.suppress(OSError), socket.socket() as probe, socket.socket() as after:
+            probe.bind(("127.0.0.1", port))
+            after.bind(("127.0.0.1", port + 1))
+            ports.append(port)
+    return ports
 
 
 def leftover_servers() -> list[str]:
@@ -121,12 +142,24 @@ class ServerProcess:
     def start(self, *, limit_s: float) -> SGLangClient:
         """Start the server and wait until it is healthy and every worker has reported.
 
+        Its ports are free when they are chosen. Where another program takes one before the server does, it is started
+        again on others.
+
         Args:
-            limit_s: longest wait.
+            limit_s: longest wait, for each start.
 
         Raises:
             RolloutError: it ended, did not become healthy in time, or lacks a hook; its last lines are quoted.
         """
+        for _ in range(_STARTS - 1):
+            try:
+                return self._start(limit_s)
+            except RolloutError:
+                if not self._a_port_was_taken():
+                    raise
+        return self._start(limit_s)
+
+    def _start(self, limit_s: float) -> SGLangClient:
         self._folder.mkdir(parents=True, exist_ok=True)
         for rank in range(self._workers):
             (self._folder / report_name(rank)).unlink(missing_ok=True)
@@ -199,6 +232,12 @@ class ServerProcess:
         except OSError as error:
             return f"  (no log: {error})"
         return "\n".join(f"  | {line}" for line in lines)
+
+    def _a_port_was_taken(self) -> bool:
+        with contextlib.suppress(OSError), self.log.open("rb") as log:
+            log.seek(self._log_start)
+            return _PORT_TAKEN.search(log.read()) is not None
+        return False
 
     def stop(self) -> None:
         """End the whole process group and wait for it. Safe to call twice.

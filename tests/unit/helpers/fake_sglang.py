@@ -373,7 +373,7 @@ class FakeServer:
         self.arguments = arguments
         self.bodies: list[Mapping[str, Any]] = []
         self.operations: list[tuple[str, dict[str, Any]]] = []
-        self.script: dict[str, Any] = {}
+        self.script: dict[str, Any] = {"state": {"session": str(arguments["folder"])}}
         self.ended: str | None = None
         self.ends_later: str | None = None
         self.stops = 0

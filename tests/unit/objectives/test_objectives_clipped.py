@@ -124,6 +124,19 @@ def test_steps_of_a_real_policy_are_not_lost_in_rounding() -> None:
     assert got.approx_kl_sum.item() == pytest.approx(series.sum().item(), rel=1e-6)
 
 
+def test_a_loss_whose_terms_cancel_is_not_lost_in_rounding() -> None:
+    """Advantages that sum to 0 leave sum A (1 - rho), 1e-4 of the terms; float32's own sum keeps two digits of it."""
+    generator = torch.Generator().manual_seed(5)
+    new = (1e-5 * torch.randn(512, 4, generator=generator)).float()
+    half = torch.randn(256, generator=generator)
+    advantages = torch.cat([half, -half])
+    loss, got = grpo_clip_loss(new, torch.zeros(512, 4), advantages, eps_clip=0.1)
+    exact = -(advantages.double()[:, None] * torch.expm1(new.double())).sum().item()
+    assert got.loss_sum.item() == pytest.approx(exact, rel=1e-9)
+    assert loss.item() == pytest.approx(exact, abs=1e-3)
+    assert abs(loss.item() - exact) > 1e-9 * abs(exact)
+
+
 def test_micro_batches_add_up() -> None:
     new, anchor, advantages = example()
     whole, _ = grpo_clip_loss(new, anchor, advantages, eps_clip=0.1)

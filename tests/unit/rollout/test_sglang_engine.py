@@ -36,6 +36,7 @@ def started(**changes: Any) -> tuple[SGLangNativeGenerationEngine, FakeServer]:
     made = SGLangNativeGenerationEngine(adapter=ServedAdapter(), settings=engine_settings(**changes))
     made.start()
     server = FakeServer.made[-1]
+    assert [server.operations.pop()[0], *server.operations] == ["state"], "whether it is the engine's own server"
     server.script |= {"commit": {"checksum": "5f"}, "abort": {"version": 0, "invalid": None}}
     return made, server
 
@@ -167,6 +168,21 @@ def test_a_server_that_is_just_ending_is_waited_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(engine, "leftover_servers", lambda: next(looks))
     made, server = started()
     assert samples(made, server, 0)
+
+
+def test_a_server_of_somebody_else_on_its_port_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def another(self: FakeServer, *, limit_s: float) -> Any:
+        self.script["state"] = {"session": "/another/run/engines/0", "version": 0}
+        return start(self, limit_s=limit_s)
+
+    start = FakeServer.start
+    monkeypatch.setattr(FakeServer, "start", another)
+    made = SGLangNativeGenerationEngine(adapter=ServedAdapter(), settings=engine_settings())
+    with pytest.raises(RolloutError, match="the server that answers is of '/another/run/engines/0', not of"):
+        made.start()
+    assert FakeServer.made[-1].stops == 1
+    with pytest.raises(RolloutError, match="the engine was shut down"):
+        made.generate(requests_for())
 
 
 def test_before_the_start_and_after_the_end_nothing_is_sampled() -> None:

@@ -99,6 +99,28 @@ def test_a_server_is_started_in_a_group_of_its_own_and_stopped_without_a_trace(
     assert server.problem() == "the SGLang server is not running"
 
 
+def test_ports_that_are_taken_meanwhile_are_chosen_anew(
+    made: Callable[..., ServerProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = []
+
+    def ports(count: int) -> list[int]:
+        chosen.append([taken.getsockname()[1], *free_ports(count - 1)] if len(chosen) < busy else free_ports(count))
+        return chosen[-1]
+
+    monkeypatch.setattr(process, "free_ports", ports)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        busy = 2
+        server = made()
+        assert server.start(limit_s=30).healthy()
+        assert len(chosen) == 3
+        server.stop()
+        busy, chosen = 9, []
+        with pytest.raises(RolloutError, match="Address already in use"):
+            server.start(limit_s=30)
+        assert len(chosen) == 3
+
+
 def test_a_server_can_be_started_again(made: Callable[..., ServerProcess]) -> None:
     server = made()
     server.start(limit_s=30)
@@ -108,12 +130,21 @@ def test_a_server_can_be_started_again(made: Callable[..., ServerProcess]) -> No
     assert server.pid != first
 
 
-def test_ports_are_distinct_and_free() -> None:
+def test_ports_are_distinct_and_free_and_no_connection_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     ports = free_ports(20)
-    assert len(set(ports)) == 20
-    for port in ports:
+    used = {port + further for port in ports for further in (0, 1)}
+    assert len(used) == 40
+    for port in used:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
+    first, _ = (int(text) for text in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert max(used) < first
+    with socket.create_server(("127.0.0.1", ports[0] + 1)):
+        monkeypatch.setattr(process, "_FIRST_PORT", ports[0])
+        monkeypatch.setattr(process, "_OUTGOING_PORTS", Path("/no/such/file"))
+        monkeypatch.setattr(process, "_USUAL_FIRST_OUTGOING", ports[0] + 3)
+        with pytest.raises(RolloutError, match="no 1 free ports from"):
+            free_ports(1)
 
 
 # --- a server that does not start -------------------------------------------------------------------------------------

@@ -66,10 +66,18 @@ def test_a_recipe_is_read_from_a_request_once() -> None:
     assert recipe_of(batch) is recipe
 
 
-def test_a_request_of_somebody_else_has_no_recipe() -> None:
-    assert recipe_of(batch_of(None)) is None
-    assert recipe_of(types.SimpleNamespace(extra={"diffusers_kwargs": None})) is None
-    assert recipe_of(types.SimpleNamespace(extra={"diffusers_kwargs": {"other": 1}})) is None
+@pytest.mark.parametrize("extra", [{}, {"diffusers_kwargs": None}, {"diffusers_kwargs": {"other": 1}}])
+def test_a_request_of_somebody_else_is_refused_by_every_hook(extra: dict[str, Any]) -> None:
+    batch = batch_of(None, extra=extra)
+    for attempt in (
+        lambda: recipe_of(batch),
+        lambda: prepared(batch, shape=(1,)),
+        lambda: use_driver_sigmas(lambda _stage, batch, _args: batch, None, batch, None),
+        lambda: draw_step_noise(refuse, controller_for(1), batch, torch.zeros(1)),
+        lambda: step(controller_for(3), None, 1, torch.zeros(3, TOKENS, CHANNELS), torch.ones(3, TOKENS, CHANNELS)),
+    ):
+        with pytest.raises(ValueError, match="a request without a recipe"):
+            attempt()
 
 
 @pytest.mark.parametrize("name", sorted(values()))
@@ -119,12 +127,6 @@ def test_start_noise_is_the_recipes_in_the_stages_shape_and_dtype(dtype: torch.d
         assert torch.equal(row, alone[None])
 
 
-def test_a_request_without_a_recipe_keeps_its_latents() -> None:
-    own = torch.ones(1)
-    assert prepared(batch_of(None, latents=own), shape=(1,)).latents is own
-    assert prepared(batch_of(None), shape=(1,)).latents is None
-
-
 @pytest.mark.parametrize(
     ("changes", "shape", "text"),
     [
@@ -164,9 +166,8 @@ def test_the_drivers_sigmas_are_used_as_they_are() -> None:
     assert batch.timesteps.dtype == torch.float32
 
 
-@pytest.mark.parametrize("recipe", [None, values(sigmas=None)])
-def test_without_driver_sigmas_the_schedule_is_sglangs(recipe: dict[str, Any] | None) -> None:
-    batch = scheduled(batch_of(recipe))
+def test_without_driver_sigmas_the_schedule_is_sglangs() -> None:
+    batch = scheduled(batch_of(values(sigmas=None)))
     assert torch.equal(batch.scheduler.sigmas, torch.linspace(1, 0, 5) ** 2)
 
 
@@ -231,11 +232,6 @@ def test_a_rank_gets_its_part_of_the_noise_and_keeps_the_whole_for_the_log_proba
 def test_a_step_without_seeds_is_refused() -> None:
     with pytest.raises(ValueError, match=r"step 3 draws noise.* \[1, 2\] only"):
         noise_of((0,), step=3)
-
-
-def test_noise_of_a_request_without_a_recipe_is_stock() -> None:
-    marker = torch.ones(1)
-    assert draw_step_noise(lambda *_: marker, controller_for(1), batch_of(None), torch.zeros(1)) is marker
 
 
 # --- the transition ---------------------------------------------------------------------------------------------------
@@ -314,17 +310,16 @@ def test_dance_at_step_0_is_regular() -> None:
         (values(sde_type="sde"), 1),
         (values(sde_type="cps"), 1),
         (values(sde_type="dance"), 3),  # an ODE step
-        (None, 1),
     ],
 )
-def test_every_other_step_is_stock_and_remembers_where_it_is(recipe: dict[str, Any] | None, index: int) -> None:
+def test_every_other_step_is_stock_and_remembers_where_it_is(recipe: dict[str, Any], index: int) -> None:
     marker, seen = torch.ones(1), {}
 
     def stock(controller: Any, **named: Any) -> Tensor:
         seen.update(named)
         return marker
 
-    kind = "sde" if recipe is None or recipe["sde_type"] == "dance" else recipe["sde_type"]
+    kind = "sde" if recipe["sde_type"] == "dance" else recipe["sde_type"]
     controller = controller_for(3, sde_type=kind)
     x, v = torch.zeros(3, TOKENS, CHANNELS), torch.ones(3, TOKENS, CHANNELS)
     assert step(controller, recipe, index, x, v, original=stock) is marker

@@ -52,7 +52,7 @@ def test_who_has_not_answered_is_told_every_second(clock: dict[str, float]) -> N
         what="start",
         names=["a", "b", "a"],
         timeout_s=60,
-        waiting=lambda *args: told.append(args),
+        waiting=lambda names: told.append((names, clock["s"] - 100)),
     )
     assert results == ["result 3.5", "result 1.5", "result 2.0"]
     assert told == [(["a", "b"], 1.0), (["a"], 3.0)]
@@ -79,7 +79,7 @@ def test_a_phase_names_them_and_a_line_comes_after_half_a_minute_one_and_two(
         if second == 100:
             (tmp_path / "0").mkdir()
             (tmp_path / "0" / "server.log").touch()
-        loading.tell(["rollout engine 0", "actor rank 0"], 0.0)
+        loading.tell(["rollout engine 0", "actor rank 0"])
     assert set(told.phases) == {"loading models: rollout engine 0, actor rank 0"}
     assert told.lines == [
         "still loading after 30 s: rollout engine 0, actor rank 0",

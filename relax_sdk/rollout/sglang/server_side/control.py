@@ -19,7 +19,7 @@ from relax_sdk.protocols import SyncOffer, WeightBucket
 from relax_sdk.rollout.sglang.server_side.memory import DeviceMemory
 from relax_sdk.rollout.sglang.server_side.recipe import Recipe, recipe_of
 from relax_sdk.rollout.sglang.server_side.sync import WeightReceiver
-from relax_sdk.rollout.sglang.session import CONTROL_FORMAT, STOCK_VARIABLE
+from relax_sdk.rollout.sglang.session import CONTROL_FORMAT, SESSION_VARIABLE, STOCK_VARIABLE
 
 __all__ = ["WorkerControl", "answer_control", "guard_forward"]
 
@@ -139,6 +139,7 @@ class WorkerControl:
                 "reserved_bytes": torch.cuda.memory_reserved(self._device),
             }
         return {
+            "session": os.environ.get(SESSION_VARIABLE, ""),
             "version": self.receiver.version,
             "invalid": self.receiver.invalid,
             "released": sorted(self._memory.released) if self._memory is not None else [],
@@ -193,10 +194,7 @@ def guard_forward(original: Callable[..., Any], worker: Any, batch: list[Any], *
     control = WorkerControl.of(worker)
     try:
         for request in batch:
-            recipe = recipe_of(request)
-            if recipe is None:
-                raise WeightSyncError("a request without a recipe", expected="requests of the engine alone")
-            control.check_request(recipe)
+            control.check_request(recipe_of(request))
     except (RelaxError, ValueError, KeyError, TypeError) as error:
         return OutputBatch(error=f"relax-sdk: {error}")
     before = {name: layer.calls for name, layer in control.receiver.wrapped.items()}

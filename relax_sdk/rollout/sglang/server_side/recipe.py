@@ -77,14 +77,18 @@ class Recipe:
         return recipe
 
 
-def recipe_of(batch: Any) -> Recipe | None:
-    """The recipe of a request, parsed once; None for a request of somebody else."""
+def recipe_of(batch: Any) -> Recipe:
+    """The recipe of a request, parsed once.
+
+    Raises:
+        ValueError: there is none, or it does not fit.
+    """
     extra = batch.extra
     parsed: Recipe | None = extra.get(RECIPE_KEY)
     if parsed is None:
         values = (extra.get("diffusers_kwargs") or {}).get(RECIPE_KEY)
         if values is None:
-            return None
+            raise ValueError("a request without a recipe; this server serves its engine alone")
         parsed = extra[RECIPE_KEY] = Recipe.parse(values)
     return parsed
 
@@ -92,18 +96,17 @@ def recipe_of(batch: Any) -> Recipe | None:
 def draw_start_noise(original: Callable[..., Any], stage: Any, batch: Any, server_args: Any) -> Any:
     """AROUND ``LatentPreparationStage.forward``: x_T from the recipe's seeds, in SGLang's shape and dtype."""
     recipe = recipe_of(batch)
-    if recipe is not None:
-        if batch.latents is not None:
-            raise ValueError("a request with a recipe came with latents of its own")
-        count = batch.batch_size
-        if count != len(recipe.initial_noise_seeds):
-            raise ValueError(f"recipe for {len(recipe.initial_noise_seeds)} candidates in a batch of {count}")
-        frames = stage.get_forward_latent_num_frames(batch, server_args)
-        spec = stage.get_latent_preparation_spec(batch, server_args, count, frames, "cpu")
-        noise = seeded_noise(recipe.initial_noise_seeds, recipe.latent_shape)
-        if noise.numel() != math.prod(spec.shape):
-            raise ValueError(f"recipe draws x_T as {list(noise.shape)}, the pipeline wants {list(spec.shape)}")
-        batch.latents = noise.reshape(tuple(spec.shape)).to(spec.dtype)
+    if batch.latents is not None:
+        raise ValueError("a request with a recipe came with latents of its own")
+    count = batch.batch_size
+    if count != len(recipe.initial_noise_seeds):
+        raise ValueError(f"recipe for {len(recipe.initial_noise_seeds)} candidates in a batch of {count}")
+    frames = stage.get_forward_latent_num_frames(batch, server_args)
+    spec = stage.get_latent_preparation_spec(batch, server_args, count, frames, "cpu")
+    noise = seeded_noise(recipe.initial_noise_seeds, recipe.latent_shape)
+    if noise.numel() != math.prod(spec.shape):
+        raise ValueError(f"recipe draws x_T as {list(noise.shape)}, the pipeline wants {list(spec.shape)}")
+    batch.latents = noise.reshape(tuple(spec.shape)).to(spec.dtype)
     return original(stage, batch, server_args)
 
 
@@ -111,7 +114,7 @@ def use_driver_sigmas(original: Callable[..., Any], stage: Any, batch: Any, serv
     """AROUND ``TimestepPreparationStage.forward``: the driver's sigmas as they are, without a second shift."""
     batch = original(stage, batch, server_args)
     recipe = recipe_of(batch)
-    if recipe is not None and recipe.sigmas is not None:
+    if recipe.sigmas is not None:
         scheduler = batch.scheduler
         if len(recipe.sigmas) != len(scheduler.sigmas):
             raise ValueError(f"recipe has {len(recipe.sigmas)} sigmas, the scheduler {len(scheduler.sigmas)}")
@@ -127,9 +130,6 @@ def use_driver_sigmas(original: Callable[..., Any], stage: Any, batch: Any, serv
 def draw_step_noise(original: Callable[..., Any], controller: Any, batch: Any, model_output: Tensor) -> Tensor:
     """AROUND ``FlowRolloutController._rollout_variance_noise``: row k from the candidate's own seed of this step."""
     recipe = recipe_of(batch)
-    if recipe is None:
-        result: Tensor = original(controller, batch, model_output)
-        return result
     step = getattr(controller, _STEP)
     if step not in recipe.denoise_seeds:
         raise ValueError(f"step {step} draws noise, but the recipe has seeds for {sorted(recipe.denoise_seeds)} only")
@@ -154,9 +154,8 @@ def take_step(
     recipe = recipe_of(batch)
     setattr(controller, _STEP, step_index)
     trained = controller.sde_step_indices is None or step_index in controller.sde_step_indices
-    if recipe is not None:
-        _require_recipe(controller, recipe)
-    if recipe is None or recipe.sde_type != "dance" or not trained:
+    _require_recipe(controller, recipe)
+    if recipe.sde_type != "dance" or not trained:
         stock: Tensor = original(
             controller,
             batch=batch,
