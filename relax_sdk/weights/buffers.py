@@ -174,7 +174,10 @@ def _file_buffer(device: torch.device, slot_bytes: int, slots: int) -> Iterator[
             ) from error
         # Another process of the same user reaches the file through the descriptor, while that is open.
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        yield memory, BufferHandle(kind="file", slots=slots, slot_bytes=slot_bytes, address={"path": path})
+        try:
+            yield memory, BufferHandle(kind="file", slots=slots, slot_bytes=slot_bytes, address={"path": path})
+        finally:
+            del memory
 
 
 def _open_file(handle: BufferHandle) -> Tensor:

@@ -14,12 +14,16 @@ from runs import Run, Running, processes_named, processes_of
 Train = Callable[..., Run]
 
 
-def test_a_reward_that_cannot_train(train: Train, mark: str) -> None:
-    run = train("--reward", "scorers:NanScorer",
+def test_rewards_that_cannot_train(train: Train, mark: str) -> None:
+    """Equal ones skip the optimizer; one that is no number ends the run."""
+    run = train("--reward", "scorers:FailingScorer",
                 "--reward-required-components", '["brightness"]')  # fmt: skip
+    assert run.series("reward/degenerate") == [1]
+    assert run.series("train/optimizer_steps") == [0.0]
+    assert run.series("train/optimizer_skips") == run.series("train/num_microbatches")
     assert run.code == 1
     assert "nan for group 0, candidate 3" in run.stderr
-    assert "reward 'scorers:NanScorer'" in run.stderr
+    assert "reward 'scorers:FailingScorer'" in run.stderr
     assert "Traceback" not in run.stderr
     assert run.stderr.count("error:") == 1
     assert processes_of(mark) == []

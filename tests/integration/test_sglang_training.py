@@ -27,12 +27,14 @@ SERVER = "sgl_diffusion::scheduler"
 
 def assert_trained(run: Run) -> None:
     assert run.code == 0, run.stderr
-    assert run.series("train/policy_version") == [1.0, 2.0]
-    assert run.series("train/first_update_ratio_max_deviation") == [0.0, 0.0]
+    rollouts = len(run.series("train/loss"))
+    assert rollouts >= 2
+    assert run.series("train/policy_version") == [float(version) for version in range(1, rollouts + 1)]
+    assert run.series("train/first_update_ratio_max_deviation") == [0.0] * rollouts
     # The bound is 5e-5 on average; in float32 the worst cell is far below.
     assert max(run.series("train/logp_parity_mean")) < 1e-6
     assert max(run.series("train/logp_parity_max")) < 5e-6
-    assert run.series("train/weight_sync_failures") == [0.0, 0.0]
+    assert run.series("train/weight_sync_failures") == [0.0] * rollouts
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +54,15 @@ def test_two_rollouts_with_adapter_sync(calm: Run, plain: Run) -> None:
         assert calm.series(name) == pytest.approx(plain.series(name), rel=2e-3)
 
 
-def test_two_rollouts_with_full_sync(train: Train, mark: str) -> None:
-    run = train(*SGLANG, *FULL)
+def test_rollouts_with_full_sync_until_it_is_stopped(tmp_path: Path, mark: str) -> None:
+    with Running(tmp_path / "run", mark, *SGLANG, *FULL, "--num-rollout", "1000") as running:
+        running.wait_for("rollout    2/1000")
+        stopped = relax_sdk("stop", str(running.run_dir), mark=mark)
+        assert stopped.returncode == 0, stopped.stderr
+        run = running.wait(limit_s=60)
     assert_trained(run)
-    assert run.series("train/weight_sync_tensors") == [141.0, 141.0]
+    assert set(run.series("train/weight_sync_tensors")) == {141.0}
+    assert "stopped as asked, after" in run.stderr
     assert processes_of(mark) == []
 
 
@@ -86,17 +93,6 @@ def test_without_fault_tolerance_a_dead_server_ends_the_run(tmp_path: Path, mark
     assert run.stderr.count("error:") == 1
     assert "worker 0 of the SGLang server ended" in run.stderr
     assert "its last lines" in run.stderr
-    assert processes_of(mark) == []
-
-
-def test_stop_ends_a_run_after_its_rollout(tmp_path: Path, mark: str) -> None:
-    with Running(tmp_path / "run", mark, "--num-rollout", "1000") as running:
-        running.wait_for("rollout    1/1000")
-        stopped = relax_sdk("stop", str(running.run_dir), mark=mark)
-        assert stopped.returncode == 0, stopped.stderr
-        run = running.wait(limit_s=60)
-    assert run.code == 0, run.stderr
-    assert "stopped as asked, after" in run.stderr
     assert processes_of(mark) == []
 
 

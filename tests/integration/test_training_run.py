@@ -88,12 +88,3 @@ def test_full_weight_sync(train: Train, flags: tuple[str, ...]) -> None:
     assert run.series("train/weight_sync_tensors")[0] > 100
     assert max(run.series("train/logp_parity_max")) < 2e-5
     assert run.series("train/first_update_ratio_max_deviation") == [0.0, 0.0]
-
-
-def test_a_degenerate_rollout_skips_the_optimizer(train: Train) -> None:
-    run = train("--reward", "scorers:ConstantScorer",
-                "--reward-required-components", '["brightness"]')  # fmt: skip
-    assert run.code == 0, run.stderr
-    assert run.series("reward/degenerate") == [1, 1]
-    assert run.series("train/optimizer_steps") == [0.0, 0.0]
-    assert run.series("train/optimizer_skips") == run.series("train/num_microbatches")

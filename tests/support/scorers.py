@@ -23,18 +23,17 @@ class _Brightness:
         return RewardScores(components={"brightness": tuple(self.values(batch))})
 
 
-class NanScorer(_Brightness):
-    """The fourth image of a rollout has no score; the shorter evaluation passes."""
+class FailingScorer(_Brightness):
+    """Every image is as good as every other, until the fourth image of the second rollout has no score at all."""
+
+    def __init__(self, *, model_path: str | None, device: str) -> None:
+        super().__init__(model_path=model_path, device=device)
+        self.rollouts = 0
 
     def score(self, batch: RewardBatch) -> RewardScores:
-        values = self.values(batch)
-        if len(values) > 3:
-            values[3] = math.nan
+        values = [0.5] * len(batch.prompts)
+        if len(values) > 3:  # an evaluation has three
+            self.rollouts += 1
+            if self.rollouts == 2:
+                values[3] = math.nan
         return RewardScores(components={"brightness": tuple(values)})
-
-
-class ConstantScorer(_Brightness):
-    """Every image is as good as every other."""
-
-    def score(self, batch: RewardBatch) -> RewardScores:
-        return RewardScores(components={"brightness": (0.5,) * len(batch.prompts)})

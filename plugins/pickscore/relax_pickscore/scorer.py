@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from relax_pickscore.convert import load_clip
 from relax_pickscore.layout import read_clip_config, read_processor_config, read_tensors
 from relax_pickscore.preprocess import clip_pixels
-from relax_pickscore.tokenizer import ClipTokenizer
 from relax_sdk import ConfigError, RewardError
 from relax_sdk.protocols import RewardBatch, RewardScores
 
@@ -63,6 +61,10 @@ class PickScoreScorer:
                 where="PickScoreScorer",
                 next_step="score on the CPU: --reward-runtime cpu",
             )
+        # They import open_clip, which takes seconds that a driver, which only looks at the class, need not wait.
+        from relax_pickscore.convert import load_clip
+        from relax_pickscore.tokenizer import ClipTokenizer
+
         folder = Path(model_path).expanduser()
         config = read_clip_config(folder)
         self._processor = read_processor_config(folder, image_size=config.image_size)

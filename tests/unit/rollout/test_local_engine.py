@@ -436,7 +436,7 @@ def test_abort_undoes_the_current_sync_only() -> None:
 def test_no_mapping_outlives_its_sync() -> None:
     def mapped() -> int:
         with open("/proc/self/maps") as maps:  # noqa: PTH123 - no regular file
-            return sum("relax-weights-" in line for line in maps)
+            return sum("memfd:relax-weights" in line for line in maps)
 
     target, before = engine(), mapped()
     deliver(target, new_weights())
