@@ -158,8 +158,26 @@ def test_figures_of_the_hand_over_are_the_recorded_ones() -> None:
     assert f"takes {first[0]} in full, {first[1]} for the adapter" in " ".join(README.split())
 
 
+def test_figures_of_the_replay_are_the_recorded_ones() -> None:
+    result = json.loads((RESULTS / "replay.json").read_text(encoding="utf-8"))
+    names = {"reference": "plain loop", "trainer": "trainer"}
+    for row in result["rows"]:
+        assert (
+            f"| {names[row['loop']]} | {row['forward']} | {row['transitions_per_s']:.1f} | {100 * row['mfu']:.1f} % "
+            f"| {row['peak_memory_gb']:.1f} GB |"
+        ) in README
+    text = " ".join(README.split())
+    assert f"{result['groups'] * result['candidates']} candidates with {result['trained_steps']} trained steps" in text
+    assert f"({result['matrix_tflops']:.0f} TFLOP/s here)" in text
+
+
 def test_the_kills_are_those_recorded() -> None:
     recorded = json.loads((RESULTS / "kill_roles.json").read_text(encoding="utf-8"))
     text = " ".join(README.split())
     assert f"{recorded['clean']} of {recorded['kills']} runs ended clean" in text
     assert f"the slowest after {recorded['slowest_s']} s" in text
+
+
+def test_every_benchmark_is_listed() -> None:
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert scripts == set(re.findall(r"^\| `(\w+\.py)` \|", README, flags=re.MULTILINE))
