@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from relax_sdk.errors import RunError
 
@@ -42,7 +42,7 @@ def bounded(
         actors: Ray actors that must be alive for the call to end, by what messages call them. They are asked, once a
             second, for anything at all.
         expected: what the call needs to end in time, for the message.
-        give_up: makes the call end, after the time is up.
+        give_up: makes the call end, when it is not waited for any longer.
 
     Raises:
         RunError: an actor is dead, the call failed, or the time is up.
@@ -60,19 +60,22 @@ def bounded(
     thread.start()
     deadline = time.monotonic() + timeout_s
     asked: dict[str, Any] = {}
-    while True:
-        thread.join(min(_LOOK_EVERY_S, max(deadline - time.monotonic(), 0.0)))
-        if results:
-            return results[0]
-        _require_alive(actors, asked, what)
-        if failures:
-            (error,) = failures
-            raise RunError(f"{what} failed: {type(error).__name__}: {error}", where=where) from error
-        if time.monotonic() >= deadline:
-            if give_up is not None:
-                give_up()
-                thread.join(_GIVE_UP_S)
-            raise RunError(f"{what} did not finish within {timeout_s:.0f} s", where=where, expected=expected)
+    try:
+        while True:
+            thread.join(min(_LOOK_EVERY_S, max(deadline - time.monotonic(), 0.0)))
+            if results:
+                return results[0]
+            _require_alive(actors, asked, what)
+            if failures:
+                (error,) = failures
+                raise RunError(f"{what} failed: {type(error).__name__}: {error}", where=where) from error
+            if time.monotonic() >= deadline:
+                raise RunError(f"{what} did not finish within {timeout_s:.0f} s", where=where, expected=expected)
+    except BaseException:  # an interrupt too
+        if give_up is not None and thread.is_alive():
+            give_up()
+            thread.join(_GIVE_UP_S)
+        raise
 
 
 def _require_alive(actors: Mapping[str, Any], asked: dict[str, Any], what: str) -> None:
@@ -84,5 +87,7 @@ def _require_alive(actors: Mapping[str, Any], asked: dict[str, Any], what: str) 
     for name in [name for name, answer in asked.items() if answer in done]:
         try:
             ray.get(asked.pop(name), timeout=_LOOK_EVERY_S)
+        except ActorUnavailableError:
+            continue  # out of reach, perhaps for a moment
         except RayActorError as error:
             raise RunError(f"{name} died during {what}", where=str(error).splitlines()[0]) from error

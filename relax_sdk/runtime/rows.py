@@ -29,7 +29,7 @@ __all__ = ["ROW_QUEUE_CPUS", "RowQueue"]
 
 ROW_QUEUE_CPUS = 2
 """TransferQueue's two actors take one each."""
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 300.0
 _CLOSE_TIMEOUT_S = 30.0
 _CONTROLLER = "TransferQueueController"
 _STORAGE = "TransferQueueStorageUnit#0"
@@ -67,6 +67,8 @@ class RowQueue:
                 expected="a cluster without another run",
                 next_step="wait for the other run to end, or unset RAY_ADDRESS to start a cluster of your own",
             )
+        if not start and not _queue_exists():  # `init` would start another one
+            raise RunError("TransferQueue's controller is gone", where="attaching to the row queue")
         try:
             self._bounded(
                 "starting the row queue" if start else "attaching to the row queue",
@@ -75,13 +77,10 @@ class RowQueue:
                 expected=f"{ROW_QUEUE_CPUS} CPUs of {f'a node with {on}' if on else 'the cluster'} that nobody holds",
                 give_up=_kill_queue if start else None,
             )
-        except RunError:
+            self._actors = _living_actors()
+        except BaseException:
             self.close()
             raise
-        self._actors = {
-            "TransferQueue's controller": ray.get_actor(_CONTROLLER, namespace="transfer_queue"),
-            "TransferQueue's storage": ray.get_actor(_STORAGE),
-        }
 
     def put(self, rows: Sequence[TrainRow]) -> None:
         """Store the rows of one rollout.
@@ -185,6 +184,16 @@ def _queue_exists() -> bool:
     except ValueError:
         return False
     return True
+
+
+def _living_actors() -> dict[str, Any]:
+    try:
+        return {
+            "TransferQueue's controller": ray.get_actor(_CONTROLLER, namespace="transfer_queue"),
+            "TransferQueue's storage": ray.get_actor(_STORAGE),
+        }
+    except ValueError as error:
+        raise RunError(f"the row queue ended as soon as it had started: {error}", where="TransferQueue") from error
 
 
 def _kill_queue() -> None:

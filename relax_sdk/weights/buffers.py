@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -65,7 +66,7 @@ class SendBuffer:
             slots: how many.
 
         Raises:
-            WeightSyncError: the system has no memory for it.
+            WeightSyncError: the machine has not that much memory free.
             torch.OutOfMemoryError: the device has none.
         """
         slot_bytes = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -162,6 +163,9 @@ def _file_buffer(device: torch.device, slot_bytes: int, slots: int) -> Iterator[
     size = slot_bytes * slots
     with contextlib.ExitStack() as stack:
         try:
+            # Such a file has no limit of its own: the system would end a process rather than refuse.
+            if (free := _available_bytes()) < size:
+                raise OSError(errno.ENOMEM, f"{free} bytes are free")
             descriptor = os.memfd_create(_MEMORY_NAME)
             stack.callback(os.close, descriptor)
             # Its pages are reserved, so that writing cannot fail later.
@@ -172,12 +176,20 @@ def _file_buffer(device: torch.device, slot_bytes: int, slots: int) -> Iterator[
                 f"no memory for a send buffer of {size} bytes: {error.strerror}",
                 expected="that much free, or a smaller --weight-sync-bucket-size-mb",
             ) from error
-        # Another process of the same user reaches the file through the descriptor, while that is open.
+        # Another process of the same user (and of the same process numbers) reaches the file through the descriptor,
+        # while that is open.
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
         try:
             yield memory, BufferHandle(kind="file", slots=slots, slot_bytes=slot_bytes, address={"path": path})
         finally:
             del memory
+
+
+def _available_bytes() -> int:
+    """Memory that the machine can give without swapping."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    (kibibytes,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return 1024 * int(kibibytes)
 
 
 def _open_file(handle: BufferHandle) -> Tensor:

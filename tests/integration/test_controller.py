@@ -68,6 +68,7 @@ def cluster() -> Iterator[Cluster]:
         patch.delenv("RAY_ADDRESS", raising=False)
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
         started = ray.init(
+            address="local",
             num_cpus=4,
             include_dashboard=False,
             log_to_driver=False,

@@ -36,7 +36,7 @@ class Role:
 def link(tmp_path: Any) -> Iterator[RayEngineLink]:
     """To an engine that has 3 s for an answer."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         worker = ray.remote(Role).remote()
         ray.get(worker.call_engine.remote("ready"), timeout=120)

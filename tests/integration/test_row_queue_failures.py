@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import ray
 from live_processes import gone_within
+from runs import MARK, processes_named
 
 from relax_sdk.errors import RunError
 from relax_sdk.protocols import TrainRow
@@ -39,34 +41,60 @@ ROW = TrainRow(
 
 
 @pytest.fixture
-def cpus(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A Ray with so many CPUs."""
+def mark(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of the processes of a Ray with so many CPUs."""
+    value = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, value)
     ray.init(
         address="local", num_cpus=request.param, include_dashboard=False, log_to_driver=False, logging_level="error"
     )
-    yield request.param
+    yield value
     ray.shutdown()
 
 
-@pytest.mark.parametrize("cpus", [1], indirect=True)
-def test_a_queue_that_finds_no_place_is_refused(cpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mark", [1], indirect=True)
+@pytest.mark.usefixtures("mark")
+def test_a_queue_that_finds_no_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "_START_TIMEOUT_S", 10.0)
     with pytest.raises(RunError, match="starting the row queue did not finish within 10 s") as caught:
         RowQueue("run", start=True, timeout_s=30.0)
     assert "2 CPUs of the cluster that nobody holds" in str(caught.value)
+    assert not queue_thread_is_left()
 
 
-@pytest.mark.parametrize("cpus", [2], indirect=True)
-def test_a_queue_that_dies_is_named_at_once(cpus: int) -> None:
+@pytest.mark.parametrize("mark", [1], indirect=True)
+@pytest.mark.usefixtures("mark")
+def test_an_interrupt_while_it_waits_leaves_no_thread_in_ray() -> None:
+    """Ray would end the process on the way out, with no word of what happened."""
+    threading.Timer(6.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            RowQueue("run", start=True, timeout_s=30.0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not queue_thread_is_left()
+
+
+@pytest.mark.parametrize("mark", [1], indirect=True)
+@pytest.mark.usefixtures("mark")
+def test_a_rank_does_not_start_a_queue_of_its_own() -> None:
+    with pytest.raises(RunError, match="TransferQueue's controller is gone"):
+        RowQueue("run", start=False, timeout_s=30.0)
+
+
+@pytest.mark.parametrize("mark", [2], indirect=True)
+def test_a_queue_that_dies_is_named_at_once(mark: str) -> None:
     for title, said in (
         ("ray::TransferQueueController", "TransferQueue's controller died during listing rows"),
         ("ray::SimpleStorageUnit", "TransferQueue's storage died during reading rows"),
     ):
         queue = RowQueue("run", start=True, timeout_s=30.0)
         queue.put([ROW])
-        pids = titled("ray::TransferQueueController") + titled("ray::SimpleStorageUnit")
+        pids = processes_named(mark, "ray::TransferQueueController", "ray::SimpleStorageUnit")
         assert len(pids) == 2
-        os.kill(titled(title)[0], signal.SIGKILL)
+        (pid,) = processes_named(mark, title)
+        os.kill(pid, signal.SIGKILL)
         begun = time.monotonic()
         with pytest.raises(RunError, match=said):
             queue.take(0, groups=1, candidates=1)
@@ -75,13 +103,5 @@ def test_a_queue_that_dies_is_named_at_once(cpus: int) -> None:
         assert all(gone_within(pid, 5) for pid in pids)
 
 
-def titled(title: str) -> list[int]:
-    """Processes with that title."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            if (folder / "cmdline").read_bytes().startswith(title.encode()):
-                found.append(int(folder.name))
-        except (OSError, ValueError):
-            continue
-    return found
+def queue_thread_is_left() -> bool:
+    return any("row queue" in thread.name for thread in threading.enumerate())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from relax_sdk.metrics import read_metrics
@@ -69,9 +71,15 @@ def processes_of(mark: str) -> list[int]:
     return found
 
 
-def _hear_interrupts() -> None:
-    """As at a terminal: what a shell starts in the background ignores them, and so would everything that it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+@contextlib.contextmanager
+def _interrupts_heard() -> Iterator[None]:
+    """What is started meanwhile hears interrupts, as at a terminal: a shell ignores them for what it starts in the
+    background, and so would everything that this starts in turn."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Running:
@@ -80,14 +88,13 @@ class Running:
     def __init__(self, run_dir: Path, mark: str, *arguments: str) -> None:
         self.run_dir = run_dir
         self.log = run_dir.with_suffix(".stderr")
-        with self.log.open("wb") as stderr:
+        with self.log.open("wb") as stderr, _interrupts_heard():
             self.process = subprocess.Popen(
                 command("--run-dir", str(run_dir), *arguments),
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 env=environment(mark),
                 start_new_session=True,
-                preexec_fn=_hear_interrupts,
             )
 
     def __enter__(self) -> Running:

@@ -23,7 +23,7 @@ from relax_sdk.errors import RolloutError
 from relax_sdk.rollout.sglang.client import SGLangClient
 from relax_sdk.rollout.sglang.session import LIFELINE_VARIABLE, OWNER_VARIABLE, SESSION_VARIABLE, report_name
 
-__all__ = ["ServerProcess", "free_ports", "leftover_servers"]
+__all__ = ["ServerProcess", "leftover_servers", "reserve_ports"]
 
 _PROC = Path("/proc")
 _POLL_S = 0.25
@@ -32,7 +32,8 @@ _KILL_GRACE_S = 30.0
 _LEADER_GRACE_S = 3.0
 _STARTS = 3
 _FIRST_PORT = 20_000
-"""Ray's workers listen below, on 10002 to 19999."""
+"""Where ``ray start`` places workers is below, 10002 to 19999."""
+_ENOUGH_PORTS = 1_000
 _OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL_FIRST_OUTGOING = 32_768
 _PORT_TAKEN = re.compile(rb"address already in use|EADDRINUSE|is unavailable and --strict-ports", re.IGNORECASE)
@@ -40,28 +41,50 @@ _LOG_LINES, _LOG_BYTES = 25, 20_000
 _LAUNCHER = "from sglang.cli.main import main; main()"
 
 
-def free_ports(count: int) -> list[int]:
-    """Distinct free ports of the loopback interface, below those that the system gives to outgoing connections.
+def reserve_ports(stack: contextlib.ExitStack, count: int) -> list[int]:
+    """Distinct free ports of the loopback interface, which no other engine chooses until ``stack`` is closed.
 
-    A server loads for a minute or more before it listens, while Ray's processes open connections all the time. The
-    port after each is free too: SGLang's broker takes the one after its HTTP port.
+    A server loads for a minute or more before it listens, while Ray's processes open connections all the time: so they
+    lie below those that the system gives to outgoing connections, wherever that leaves enough. The port after each is
+    free too: SGLang's broker takes the one after its HTTP port.
+
+    Raises:
+        RolloutError: there are not so many.
     """
     try:
         first_outgoing = int(_OUTGOING_PORTS.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         first_outgoing = _USUAL_FIRST_OUTGOING
-    candidates = list(range(_FIRST_PORT, first_outgoing - 1, 2)) or list(range(_FIRST_PORT, 2**16, 2))
+    end = first_outgoing if first_outgoing >= _FIRST_PORT + _ENOUGH_PORTS else 2**16
+    candidates = list(range(_FIRST_PORT, end - 1, 2))
     random.SystemRandom().shuffle(candidates)
     ports: list[int] = []
-    while len(ports) < count:
-        if not candidates:
-            raise RolloutError(f"no {count} free ports from {_FIRST_PORT} on", where="starting the rollout engine")
-        port = candidates.pop()
+    for port in candidates:
+        if len(ports) == count:
+            break
         with contextlib.suppress(OSError), socket.socket() as probe, socket.socket() as after:
             probe.bind(("127.0.0.1", port))
             after.bind(("127.0.0.1", port + 1))
+            stack.enter_context(_claimed(port))
             ports.append(port)
+    if len(ports) < count:
+        raise RolloutError(f"no {count} free ports from {_FIRST_PORT} on", where="starting the rollout engine")
     return ports
+
+
+def _claimed(port: int) -> socket.socket:
+    """A socket that has the port's name among engines: one without a file, and of the same network as the port.
+
+    Raises:
+        OSError: another engine has it.
+    """
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0relax-sdk-port-{port}")
+    except OSError:
+        claim.close()
+        raise
+    return claim
 
 
 def leftover_servers() -> list[str]:
@@ -130,6 +153,7 @@ class ServerProcess:
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
+        self._ports = contextlib.ExitStack()
         self._worker_processes: dict[int, str] = {}
         self._log_start = 0
         self.log = folder / "server.log"
@@ -146,24 +170,24 @@ class ServerProcess:
         again on others.
 
         Args:
-            limit_s: longest wait, for each start.
+            limit_s: longest wait, for all starts.
 
         Raises:
             RolloutError: it ended, did not become healthy in time, or lacks a hook; its last lines are quoted.
         """
-        for _ in range(_STARTS - 1):
-            try:
-                return self._start(limit_s)
-            except RolloutError:
-                if not self._a_port_was_taken():
-                    raise
-        return self._start(limit_s)
+        deadline = time.monotonic() + limit_s
+        for attempt in range(_STARTS):
+            client = self._start(deadline, limit_s, last=attempt == _STARTS - 1)
+            if client is not None:
+                return client
+        raise AssertionError("the last start returns or raises")
 
-    def _start(self, limit_s: float) -> SGLangClient:
+    def _start(self, deadline: float, limit_s: float, *, last: bool) -> SGLangClient | None:
+        """One start; None where a port was taken meanwhile."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for rank in range(self._workers):
             (self._folder / report_name(rank)).unlink(missing_ok=True)
-        port, scheduler, master = free_ports(3)
+        port, scheduler, master = reserve_ports(self._ports, 3)
         ports = ["--host", "127.0.0.1", "--port", str(port), "--scheduler-port", str(scheduler)]
         command = [sys.executable, "-c", _LAUNCHER, "serve", *self._arguments, *ports, "--master-port", str(master)]
         reading, self._lifeline = os.pipe()
@@ -189,10 +213,13 @@ class ServerProcess:
                     )
             finally:
                 os.close(reading)
-            self._wait_healthy(client, limit_s)
+            self._wait_healthy(client, deadline, limit_s)
             self._check_reports()
-        except BaseException:
+        except BaseException as error:
+            again = not last and isinstance(error, RolloutError) and self._a_port_was_taken()
             self.stop()
+            if again:
+                return None
             raise
         return client
 
@@ -251,6 +278,7 @@ class ServerProcess:
             if process is not None:
                 self._end_group(process)
         finally:
+            self._ports.close()
             if self._lifeline is not None:
                 os.close(self._lifeline)
                 self._lifeline = None
@@ -271,14 +299,15 @@ class ServerProcess:
             next_step=f"kill -9 -- -{process.pid}, and look for processes in state D",
         )
 
-    def _wait_healthy(self, client: SGLangClient, limit_s: float) -> None:
-        started = time.monotonic()
-        while not client.healthy():
+    def _wait_healthy(self, client: SGLangClient, deadline: float, limit_s: float) -> None:
+        while True:
+            healthy = client.healthy()
             gone = self.problem()
             if gone is not None:
                 raise RolloutError(gone, where="starting the rollout engine")
-            waited = time.monotonic() - started
-            if waited > limit_s:
+            if healthy:
+                return
+            if time.monotonic() > deadline:
                 raise RolloutError(
                     f"the SGLang server was not ready within {limit_s:.0f} s; "
                     f"its last lines ({self.log}):\n{self.tail()}"

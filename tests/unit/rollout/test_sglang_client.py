@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from fake_sglang_server import answer, answering
 
 from relax_sdk.errors import RolloutError
 from relax_sdk.rollout.sglang.client import ServerUnreachableError, SGLangClient
-from relax_sdk.rollout.sglang.process import free_ports
+from relax_sdk.rollout.sglang.process import reserve_ports
 
 GENERATE, CONTROL, CHECKSUM = "/rollout/generate", "/update_weights_from_tensor", "/get_weights_checksum"
 
@@ -49,7 +50,8 @@ def test_health_is_status_200(status: int, healthy: bool) -> None:
 
 
 def test_nobody_there_and_nobody_answering_are_not_healthy() -> None:
-    (port,) = free_ports(1)
+    with contextlib.ExitStack() as stack:
+        (port,) = reserve_ports(stack, 1)
     assert SGLangClient(port=port, timeout_s=5).healthy() is False
     assert call("/health", answer(then="hang"), lambda client: client.healthy(timeout_s=0.2)) is False
 
@@ -174,6 +176,7 @@ def test_a_connection_that_ends_is_told_from_an_answer(then: str, text: str) -> 
 
 
 def test_nobody_there_is_unreachable() -> None:
-    (port,) = free_ports(1)
+    with contextlib.ExitStack() as stack:
+        (port,) = reserve_ports(stack, 1)
     with pytest.raises(ServerUnreachableError, match="ConnectionRefusedError"):
         generate(SGLangClient(port=port, timeout_s=5))

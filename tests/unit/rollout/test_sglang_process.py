@@ -23,7 +23,7 @@ from live_processes import alive, gone_within
 from relax_sdk.errors import RolloutError
 from relax_sdk.rollout.sglang import process
 from relax_sdk.rollout.sglang.client import ServerUnreachableError, SGLangClient
-from relax_sdk.rollout.sglang.process import ServerProcess, free_ports, leftover_servers
+from relax_sdk.rollout.sglang.process import ServerProcess, leftover_servers, reserve_ports
 from relax_sdk.rollout.sglang.session import OWNER_VARIABLE
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -102,13 +102,14 @@ def test_a_server_is_started_in_a_group_of_its_own_and_stopped_without_a_trace(
 def test_ports_that_are_taken_meanwhile_are_chosen_anew(
     made: Callable[..., ServerProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = []
+    chosen: list[list[int]] = []
 
-    def ports(count: int) -> list[int]:
-        chosen.append([taken.getsockname()[1], *free_ports(count - 1)] if len(chosen) < busy else free_ports(count))
+    def ports(stack: contextlib.ExitStack, count: int) -> list[int]:
+        free = reserve_ports(stack, count)
+        chosen.append([taken.getsockname()[1], *free[1:]] if len(chosen) < busy else free)
         return chosen[-1]
 
-    monkeypatch.setattr(process, "free_ports", ports)
+    monkeypatch.setattr(process, "reserve_ports", ports)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         busy = 2
         server = made()
@@ -130,21 +131,38 @@ def test_a_server_can_be_started_again(made: Callable[..., ServerProcess]) -> No
     assert server.pid != first
 
 
-def test_ports_are_distinct_and_free_and_no_connection_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    ports = free_ports(20)
-    used = {port + further for port in ports for further in (0, 1)}
-    assert len(used) == 40
-    for port in used:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-    first, _ = (int(text) for text in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    assert max(used) < first
-    with socket.create_server(("127.0.0.1", ports[0] + 1)):
-        monkeypatch.setattr(process, "_FIRST_PORT", ports[0])
+def test_ports_are_distinct_and_free_and_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = tmp_path / "ip_local_port_range"
+    monkeypatch.setattr(process, "_OUTGOING_PORTS", limits)
+    for first, last in ((32768, 32767), (1024, 65535), (20500, 65535)):
+        limits.write_text(f"{first}\t60999\n")
+        with contextlib.ExitStack() as stack:
+            ports = reserve_ports(stack, 20)
+            used = {port + further for port in ports for further in (0, 1)}
+            assert len(used) == 40
+            assert min(used) >= 20_000
+            assert max(used) <= last
+            for port in used:
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+
+
+def test_no_port_is_given_twice_while_it_is_held_or_where_the_next_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        (port,) = reserve_ports(first, 1)
+        monkeypatch.setattr(process, "_FIRST_PORT", port)
+        monkeypatch.setattr(process, "_ENOUGH_PORTS", 1)
         monkeypatch.setattr(process, "_OUTGOING_PORTS", Path("/no/such/file"))
-        monkeypatch.setattr(process, "_USUAL_FIRST_OUTGOING", ports[0] + 3)
+        monkeypatch.setattr(process, "_USUAL_FIRST_OUTGOING", port + 2)
         with pytest.raises(RolloutError, match="no 1 free ports from"):
-            free_ports(1)
+            reserve_ports(second, 1)
+        first.close()
+        assert reserve_ports(second, 1) == [port]
+        second.close()
+        with socket.create_server(("127.0.0.1", port + 1)), pytest.raises(RolloutError, match="no 1 free ports from"):
+            reserve_ports(second, 1)
 
 
 # --- a server that does not start -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tiny_sync import CPU, ask, receiver, write
 
 from relax_sdk.errors import WeightSyncError
 from relax_sdk.protocols import BufferHandle
-from relax_sdk.weights import OpenBuffer, SendBuffer, buffer_for, bytes_checksum
+from relax_sdk.weights import OpenBuffer, SendBuffer, buffer_for, buffers, bytes_checksum
 
 
 def test_another_process_reads_what_is_written() -> None:
@@ -85,6 +85,9 @@ def test_no_descriptor_is_left_by_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(WeightSyncError, match="buffer of 1024 bytes: No space left on device"):
         failing(ValueError("not reached"))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+    monkeypatch.setattr(buffers, "_available_bytes", lambda: 1023)
+    with pytest.raises(WeightSyncError, match="buffer of 1024 bytes: 1023 bytes are free"):
+        failing(ValueError("not reached"))
 
 
 def test_a_buffer_that_is_not_there_is_refused(tmp_path: Path) -> None:
