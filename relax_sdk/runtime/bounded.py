@@ -49,20 +49,23 @@ def bounded(
     """
     results: list[_T] = []
     failures: list[Exception] = []
+    # Not the thread's own end: an interrupt of `Thread.join` makes Python 3.11 believe that it has come.
+    ended = threading.Event()
 
     def run() -> None:
         try:
             results.append(call())
         except Exception as error:  # noqa: BLE001 - told by the thread that waits
             failures.append(error)
+        finally:
+            ended.set()
 
-    thread = threading.Thread(target=run, name=what, daemon=True)
-    thread.start()
+    threading.Thread(target=run, name=what, daemon=True).start()
     deadline = time.monotonic() + timeout_s
     asked: dict[str, Any] = {}
     try:
         while True:
-            thread.join(min(_LOOK_EVERY_S, max(deadline - time.monotonic(), 0.0)))
+            ended.wait(min(_LOOK_EVERY_S, max(deadline - time.monotonic(), 0.0)))
             if results:
                 return results[0]
             _require_alive(actors, asked, what)
@@ -72,10 +75,17 @@ def bounded(
             if time.monotonic() >= deadline:
                 raise RunError(f"{what} did not finish within {timeout_s:.0f} s", where=where, expected=expected)
     except BaseException:  # an interrupt too
-        if give_up is not None and thread.is_alive():
-            give_up()
-            thread.join(_GIVE_UP_S)
+        if give_up is not None:
+            _end(ended, give_up)
         raise
+
+
+def _end(ended: threading.Event, give_up: Callable[[], None]) -> None:
+    """Give up, more than once: the call may be about to begin with what it would wait for next."""
+    deadline = time.monotonic() + _GIVE_UP_S
+    while not ended.is_set() and time.monotonic() < deadline:
+        give_up()
+        ended.wait(_LOOK_EVERY_S)
 
 
 def _require_alive(actors: Mapping[str, Any], asked: dict[str, Any], what: str) -> None:

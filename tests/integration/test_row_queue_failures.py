@@ -59,7 +59,7 @@ def test_a_queue_that_finds_no_place_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RunError, match="starting the row queue did not finish within 10 s") as caught:
         RowQueue("run", start=True, timeout_s=30.0)
     assert "2 CPUs of the cluster that nobody holds" in str(caught.value)
-    assert not queue_thread_is_left()
+    assert threads_left() == []
 
 
 @pytest.mark.parametrize("mark", [1], indirect=True)
@@ -73,7 +73,7 @@ def test_an_interrupt_while_it_waits_leaves_no_thread_in_ray() -> None:
             RowQueue("run", start=True, timeout_s=30.0)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not queue_thread_is_left()
+    assert threads_left() == []
 
 
 @pytest.mark.parametrize("mark", [1], indirect=True)
@@ -103,5 +103,5 @@ def test_a_queue_that_dies_is_named_at_once(mark: str) -> None:
         assert all(gone_within(pid, 5) for pid in pids)
 
 
-def queue_thread_is_left() -> bool:
-    return any("row queue" in thread.name for thread in threading.enumerate())
+def threads_left() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "row queue" in thread.name]
