@@ -80,7 +80,8 @@ def open_cluster(config: RunConfig, registry: Registry, *, observer: Observer) -
         use_gpu = uses_gpus(config, owned=owned)
         observer.phase(f"placing roles on {'CUDA' if use_gpu else 'the CPU'}")
         group = place_roles(config, use_gpu=use_gpu)
-        stack.callback(remove_placement_group, group)
+        if not owned:  # a cluster of its own ends as a whole, also when parts of Ray have ended before
+            stack.callback(remove_placement_group, group)
         queue_place = place_row_queue(config, group)
         control = stack.enter_context(open_controller(config, run_dir=config.run_dir))
         observer.phase("loading models")

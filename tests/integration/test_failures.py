@@ -41,10 +41,15 @@ def test_ctrl_c_during_a_rollout(tmp_path: Path, mark: str) -> None:
     assert list(run.run_dir.rglob("*.tmp")) == []
 
 
-def test_a_request_to_terminate_ends_the_run_like_ctrl_c(tmp_path: Path, mark: str) -> None:
+@pytest.mark.parametrize("asked", ["the driver", "every process"])
+def test_a_request_to_terminate_ends_the_run_like_ctrl_c(asked: str, tmp_path: Path, mark: str) -> None:
+    """Batch systems ask every process, Ray's own included, which end before the driver is done with them."""
     with Running(tmp_path / "run", mark, "--num-rollout", "1000") as running:
         running.wait_for("rollout    1/1000")
-        running.process.terminate()
+        if asked == "the driver":
+            running.process.terminate()
+        else:
+            os.killpg(running.process.pid, signal.SIGTERM)
         run = running.wait(limit_s=60)
     assert run.code == 128 + signal.SIGTERM
     assert "SIGTERM received" not in run.stderr, run.stderr
