@@ -80,9 +80,9 @@ def grpo_clip_loss(
     with torch.no_grad():
         r, exact = ratio.detach(), log_ratio.detach().double()
         deviation = torch.expm1(exact)
-        exact_clipped = torch.clamp(1 + deviation, 1 - eps_clip, 1 + high)
+        rho, weight = 1 + deviation, -advantage.double()
         statistics = ClipStatistics(
-            loss_sum=torch.maximum(-advantage.double() * (1 + deviation), -advantage.double() * exact_clipped).sum(),
+            loss_sum=torch.maximum(weight * rho, weight * torch.clamp(rho, 1 - eps_clip, 1 + high)).sum(),
             deviation_sum=deviation.sum(),
             deviation_square_sum=deviation.square().sum(),
             ratio_min=r.min(),

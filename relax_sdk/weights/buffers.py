@@ -1,9 +1,9 @@
 """The double buffer that a weight sync sends through: memory of one process that others on the machine open.
 
 On CUDA it is device memory opened by IPC handle, on a CPU a mapped file without a name, which nothing can leave behind.
-`SendBuffer` owns it and gives out a
-`BufferHandle`; `OpenBuffer` is the other end. What lies in the slots, and when they may be written, is the business of
-the weight sync. Left out: other machines, and peer access between devices (a receiver opens the buffer of its own).
+`SendBuffer` owns it and gives out a `BufferHandle`; `OpenBuffer` is the other end. What lies in the slots, and when
+they may be written, is the business of the weight sync. Left out: other machines, and peer access between devices (a
+receiver opens the buffer of its own).
 """
 
 from __future__ import annotations

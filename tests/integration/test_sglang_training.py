@@ -9,13 +9,10 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from runs import Run, Running, environment, processes_named, processes_of, run_train
-
-Train = Callable[..., Run]
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 
